@@ -1,0 +1,42 @@
+# `make demo` and `make test` do all set-up by themselves; everything lands in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check bench docs format clean
+
+demo: $(STAMP)
+	$(BIN)/longtake generate "a red ball bouncing over a green meadow" --seconds 5 --seed 7 -o demo.mp4
+	@echo "demo.mp4 is in $(CURDIR)"
+
+test: $(STAMP)
+	$(BIN)/pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m longtake.video.capabilities --check docs/capabilities.md
+	$(BIN)/pytest
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMP)
+	$(BIN)/python -m longtake.video.capabilities --write docs/capabilities.md
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) demo.mp4 demo.json build dist *.egg-info
+
+# A torch that is in .venv already (a GPU owner installs it first) is kept if it fits.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,268 @@
+"""The command line: parse, call, print.
+
+Results and ``--json`` go to standard output, progress and messages to standard error.
+Exit codes: 0 done, 2 bad request or usage, 3 model, device or backend problem, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtake import __version__
+from longtake.errors import LongtakeError, RequestError
+from longtake.schedulers.prompts import TimedPrompt
+from longtake.video.manifest import DEFAULT_MODEL
+from longtake.video.request import (
+    ATTENTION_PLANS,
+    MODES,
+    REQUEST_FIELDS,
+    VideoRequest,
+    parse_size,
+)
+
+if TYPE_CHECKING:
+    from longtake.video.prepare import EngineOptions
+
+DONE, USAGE, INTERRUPTED = 0, 2, 130
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+BACKENDS = ("auto", "sdpa", "flash", "xformers")
+FORMATS = ("mp4", "webm", "gif", "png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except LongtakeError as error:
+        return _fail(error, as_json=args.json)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return DONE
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = argparse.ArgumentParser(
+        prog="longtake", description="Long videos from causal video diffusion models."
+    )
+    parser.add_argument("--version", action="version", version=f"longtake {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    make = commands.add_parser("generate", help="make a video", description=_generate.__doc__)
+    _add_request(make)
+    _add_engine(make)
+    _add_output(make)
+    make.set_defaults(run=_generate)
+
+    plan = commands.add_parser(
+        "plan", help="show what a request would do", description=_plan.__doc__
+    )
+    _add_request(plan)
+    _add_engine(plan)
+    plan.set_defaults(run=_plan)
+
+    models = commands.add_parser("models", help="list models", description=_models.__doc__)
+    models.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    models.set_defaults(run=_models)
+    return parser
+
+
+def _add_request(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="what the video shows")
+    text = parser.add_argument_group("what")
+    text.add_argument("--negative-prompt", metavar="TEXT", help="what guidance steers away from")
+    text.add_argument(
+        "--at",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("SECONDS", "TEXT"),
+        help="another prompt from this time on (repeatable)",
+    )
+    text.add_argument("--seconds", type=float, help="duration; never shorter than asked")
+    text.add_argument("--num-frames", "--frames", type=int, help="exact number of frames")
+    text.add_argument("--size", metavar="WxH", help="width and height in pixels")
+    text.add_argument("--fps", type=float, help="frames per second (default: the model's own)")
+    text.add_argument("--seed", type=int, help="drawn and recorded if absent")
+    text.add_argument("--image", metavar="FILE", help="start from this image")
+    text.add_argument(
+        "--video",
+        metavar="FILE",
+        help="go on from this clip (or folder of kept latents); with --strength redraw it",
+    )
+    text.add_argument("--strength", type=float, help="0 keeps the clip's pictures, 1 none of them")
+    how = parser.add_argument_group("how (default: what the model's manifest says)")
+    how.add_argument("--model", default=DEFAULT_MODEL, help="name, folder, manifest file or hub id")
+    how.add_argument("--mode", choices=MODES, help="chunk by chunk, or one pass of a pipeline")
+    how.add_argument("--steps", type=int, dest="num_inference_steps", help="denoising steps")
+    how.add_argument("--guidance", type=float, dest="guidance_scale", help="1 turns it off")
+    how.add_argument("--flow-shift", type=float, help="shift of the sigma schedule")
+    how.add_argument("--sampler", choices=("euler", "lcm"), help="how a step is made")
+    how.add_argument("--attention", choices=ATTENTION_PLANS, help="what a chunk sees of the past")
+    how.add_argument("--window", type=int, help="latent frames seen, sink and own chunk included")
+    how.add_argument("--sink", type=int, help="first latent frames, never forgotten")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the best there is)")
+    engine.add_argument("--dtype", choices=DTYPES, default="auto", help="compute precision")
+    engine.add_argument("--backend", choices=BACKENDS, default="auto", help="self-attention")
+    engine.add_argument("--threads", type=int, help="CPU threads")
+    engine.add_argument("--json", action="store_true", help="one JSON document on standard output")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument("-o", "--output", type=Path, metavar="FILE", help="the video")
+    output.add_argument("--format", choices=FORMATS, help="default: from FILE's extension")
+    output.add_argument("--frames-dir", type=Path, metavar="DIR", help="lossless PNG frames")
+    output.add_argument(
+        "--keep-latents", type=Path, metavar="DIR", help="store every finished chunk here"
+    )
+    output.add_argument(
+        "--resume", type=Path, metavar="DIR", help="go on from chunks stored by --keep-latents"
+    )
+
+
+def _generate(args: argparse.Namespace) -> int:
+    """Make a video, and a receipt of what ran beside it. Ctrl-C keeps the finished chunks."""
+    request = _request(args)
+    if args.output is None and args.frames_dir is None:
+        raise RequestError("output", None, "is missing", "-o FILE or --frames-dir DIR")
+    engine = _engine(args)
+    from longtake.progress import ConsoleObserver
+    from longtake.video.generate import Target, generate
+    from longtake.video.prepare import Storage
+
+    observer = ConsoleObserver()
+    before = signal.signal(signal.SIGINT, _stopper(observer))
+    try:
+        with observer:
+            result = generate(
+                request,
+                Target(args.output, args.format, args.frames_dir),
+                engine,
+                storage=Storage(args.keep_latents, args.resume),
+                observer=observer,
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if args.json:
+        _print_json(
+            {"state": result.state, "files": [str(f) for f in result.files], **result.receipt}
+        )
+    else:
+        rate = result.receipt["timings"]["frames_per_second"]
+        made = " and ".join(str(f) for f in result.files)
+        sys.stdout.write(f"{made}: {result.frames} frames, {rate:.1f} frames per second\n")
+    return DONE if result.state == "done" else INTERRUPTED
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Show chunks, tokens, flops, memory and time of a request; no weights are loaded."""
+    request = _request(args)
+    if request is None:
+        raise RequestError("prompt", None, "is missing")
+    engine = _engine(args)
+    from longtake.progress import print_plan
+    from longtake.video.prepare import plan_request
+
+    plan = plan_request(request, engine)
+    if args.json:
+        _print_json(plan.as_dict())
+    else:
+        print_plan(plan.as_dict())
+    return DONE
+
+
+def _models(args: argparse.Namespace) -> int:
+    """List the models known by a short name."""
+    from longtake.progress import print_models
+    from longtake.video.source import catalogue, find_model
+
+    rows: list[dict[str, Any]] = []
+    for name in catalogue():
+        source = find_model(name)
+        manifest = source.manifest
+        if manifest is not None:
+            rows.append(
+                {
+                    "model": name,
+                    "modes": list(source.modes),
+                    "size": f"{manifest.size[0]}x{manifest.size[1]}",
+                    "fps": manifest.fps,
+                    "description": manifest.description,
+                }
+            )
+    if args.json:
+        _print_json(rows)
+    else:
+        print_models(rows)
+    return DONE
+
+
+def _request(args: argparse.Namespace) -> VideoRequest | None:
+    """The request of the flags; None where only ``--resume`` was given."""
+    resume = getattr(args, "resume", None)
+    if args.prompt is None:
+        if resume is not None:
+            return None
+        raise RequestError("prompt", None, "is missing", 'longtake generate "..." -o FILE')
+    values = {name: getattr(args, name) for name in REQUEST_FIELDS if hasattr(args, name)}
+    values["size"] = None if args.size is None else parse_size(args.size)
+    values["prompts"] = tuple(_timed(at, text) for at, text in args.at)
+    return VideoRequest(**values)
+
+
+def _timed(at: str, text: str) -> TimedPrompt:
+    try:
+        return TimedPrompt(float(at), text)
+    except ValueError:
+        raise RequestError("prompts", at, "is not a time in seconds", "--at 4.0 TEXT") from None
+
+
+def _engine(args: argparse.Namespace) -> EngineOptions:
+    """Fix the numerics before torch is imported, then the engine's options."""
+    if args.threads is not None and args.threads < 1:
+        raise RequestError("threads", args.threads, "is out of range", "1 or more")
+    from longtake.video.numerics import configure
+
+    configure(args.threads)
+    from longtake.video.prepare import EngineOptions
+
+    return EngineOptions(args.device, args.dtype, args.backend)
+
+
+def _stopper(observer: Any) -> Any:
+    """A SIGINT handler: the first asks for a stop, the second ends at once."""
+
+    def handle(*_: object) -> None:
+        if observer.stop_asked:
+            raise KeyboardInterrupt
+        observer.ask_stop()
+
+    return handle
+
+
+def _print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def _fail(error: LongtakeError, *, as_json: bool) -> int:
+    if as_json:
+        field = getattr(error, "field", None)
+        body = {"type": type(error).__name__, "field": field, "message": str(error)}
+        _print_json({"error": body})
+    sys.stderr.write(f"longtake: {error}\n")
+    return error.exit_code

@@ -1,0 +1,1 @@
+"""Schedules: which sigma, which chunk, which prompt. Pure Python, no tensors."""

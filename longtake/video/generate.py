@@ -1,0 +1,183 @@
+"""From a request to files: the one function behind ``longtake generate``."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from longtake.errors import Interrupted, OutputError, RequestError
+from longtake.video.clip import ClipPlan
+from longtake.video.plan import Plan
+from longtake.video.prepare import (
+    EngineOptions,
+    Observer,
+    Prepared,
+    SilentObserver,
+    Storage,
+    prepare,
+    resolve_request,
+)
+from longtake.video.receipt import make_receipt, write_receipt
+from longtake.video.request import VideoRequest
+from longtake.video.writer import FRAMES_DIR, Writer, file_format, open_writer
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where results go; at least one of ``path`` and ``frames_dir``.
+
+    Attributes:
+        path: the video; its extension decides the format unless ``format`` does.
+        format: mp4, webm, gif or png.
+        frames_dir: folder for lossless PNG frames.
+    """
+
+    path: Path | None
+    format: str | None = None
+    frames_dir: Path | None = None
+
+    @property
+    def receipt(self) -> Path:
+        """``ball.json`` beside ``ball.mp4``; ``frames.json`` beside the folder ``frames``."""
+        if self.path is not None:
+            return self.path.with_suffix(".json")
+        if self.frames_dir is not None:
+            return self.frames_dir.with_name(f"{self.frames_dir.name}.json")
+        raise RequestError("output", None, "is missing", "a file, a folder of frames, or both")
+
+    def check(self, plan: Plan | ClipPlan) -> None:
+        """Refuse what could not be written, before anything is made.
+
+        Raises:
+            OutputError: no such folder, not writable, or a folder in the file's place.
+            RequestError: the format cannot hold this video.
+        """
+        receipt = self.receipt
+        if self.path is not None:
+            file_format(self.path, self.format)
+            if receipt == self.path:
+                raise OutputError("output", self.path, "is the receipt's name; choose another")
+        for path in (p for p in (self.path, self.frames_dir, receipt) if p is not None):
+            _check_folder(path)
+            if path.is_dir() and path != self.frames_dir:
+                raise OutputError("output", path, "is a folder")
+        for writer in self.open(plan):
+            writer.abort()
+
+    def open(self, plan: Plan | ClipPlan) -> list[Writer]:
+        """Writers for a plan's frames."""
+        metadata = {
+            "title": plan.prompts[0][:200],
+            "comment": plan.prompts[0],
+            "prompt": plan.prompts[0],
+            "seed": str(plan.seed),
+            "model": plan.model,
+        }
+        writers: list[Writer] = []
+        kinds = ((self.path, self.format), (self.frames_dir, FRAMES_DIR))
+        for path, kind in kinds:
+            if path is not None:
+                writers.append(
+                    open_writer(path, size=plan.size, fps=plan.fps, format=kind, metadata=metadata)
+                )
+        return writers
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was made; ``state`` is ``done`` or ``stopped``."""
+
+    state: str
+    frames: int
+    receipt: dict[str, Any]
+    files: tuple[Path, ...]
+
+
+def generate(
+    request: VideoRequest | None,
+    target: Target,
+    engine: EngineOptions | None = None,
+    *,
+    storage: Storage | None = None,
+    observer: Observer | None = None,
+) -> Result:
+    """Make a video and its receipt.
+
+    Args:
+        request: what to make; None takes the request that ``storage.resume`` holds.
+        target: where it goes.
+        engine: device, dtype and backend.
+        storage: chunk latents to keep and to go on from.
+        observer: told about progress, and asked whether to stop.
+
+    Raises:
+        LongtakeError: see ``longtake.errors``. Nothing half-written is left behind.
+    """
+    storage, observer = storage or Storage(), observer or SilentObserver()
+    resolved = resolve_request(request, storage.resume)
+    prepared = prepare(resolved, engine or EngineOptions(), storage, observer, target.check)
+    entries, timings = _write_all(prepared, target, observer)
+    frames = sum(entry["frames"] for entry in entries)
+    state = "done" if frames == prepared.plan.num_frames else "stopped"
+    receipt = make_receipt(
+        prepared.plan.as_dict(),
+        state=state,
+        frames=frames,
+        weights=prepared.weights,
+        engine=prepared.engine,
+        chunks=entries,
+        inputs=prepared.inputs,
+        timings=timings,
+    )
+    write_receipt(target.receipt, receipt)
+    made = [path for path in (target.path, target.frames_dir) if path is not None]
+    return Result(state, frames, receipt, (*made, target.receipt))
+
+
+def _write_all(
+    prepared: Prepared, target: Target, observer: Observer
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Run the plan and write every piece as it comes; receipt entries and seconds by stage."""
+    entries: list[dict[str, Any]] = []
+    encode_s = 0.0
+    began = perf_counter()
+    with ExitStack() as stack:
+        writers = [stack.enter_context(writer) for writer in target.open(prepared.plan)]
+        for piece in prepared.pieces:
+            ready = perf_counter()
+            for writer in writers:
+                writer.write(piece.frames)
+            encode_s += perf_counter() - ready
+            entries.append(piece.entry)
+            observer.on_chunk(len(piece.frames))
+        if not entries:
+            raise Interrupted("stopped before the first chunk was finished; nothing was written")
+        ready = perf_counter()
+        for writer in writers:
+            writer.close()
+        encode_s += perf_counter() - ready
+    total = perf_counter() - began
+    stages: dict[str, float] = {}
+    for entry in entries:
+        for stage, seconds in entry["timings"].items():
+            stages[stage] = stages.get(stage, 0.0) + seconds
+    frames = sum(entry["frames"] for entry in entries)
+    timings = {"load": prepared.load_s, **stages, "encode": encode_s, "total": total}
+    return entries, {**timings, "frames_per_second": frames / total}
+
+
+def _check_folder(path: Path) -> None:
+    """The folder that will hold ``path`` exists and takes a file."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise OutputError("output", path, f"the folder {folder} does not exist")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"the folder {folder} cannot be written: {error.strerror}"
+        raise OutputError("output", path, reason) from error
