@@ -47,7 +47,6 @@ class RequestError(LongtakeError):
         self.value = value
         self.legal = legal
 
-
     @staticmethod
     def _shown(value: object) -> str:
         """The value in the message; a long one is cut."""

@@ -46,12 +46,12 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
     "text to video": (
         _exact(CAUSAL),
         _exact(CAUSAL),
-        _exact(f"{CLIP}::test_wan_equals_pipeline"),
+        _exact(f"{CLIP}::test_pixels_equal_a_direct_call"),
     ),
     "image start": (
         _exact(f"{ROLLOUT}::test_image_start_is_the_first_frame"),
         _exact(f"{ROLLOUT}::test_image_start_is_the_first_frame"),
-        _exact(f"{CLIP}::test_image_to_video_equals_pipeline"),
+        _exact(f"{CLIP}::test_pixels_equal_a_direct_call"),
     ),
     "continuing from frames": (
         _exact(f"{ROLLOUT}::test_continuing_stored_latents_equals_one_run"),
@@ -76,7 +76,7 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
     "guidance": (
         _exact(f"{ROLLOUT}::test_guidance_equals_two_separate_forwards"),
         _exact(f"{ROLLOUT}::test_guidance_equals_two_separate_forwards"),
-        _exact(f"{CLIP}::test_wan_equals_pipeline"),
+        _exact(f"{CLIP}::test_pixels_equal_a_direct_call"),
     ),
     "stop and resume": (
         _exact(f"{ROLLOUT}::test_resume_equals_an_undisturbed_run"),

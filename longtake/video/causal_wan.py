@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
+from torch.nn import functional
 
 from longtake.errors import StateError
 from longtake.schedulers.noise import TRAIN_TIMESTEPS
@@ -64,6 +66,8 @@ class CausalWan:
         self.session: Session | None = None
         self._rope = transformer.rope
         transformer.rope = _NoRope()
+        embedding = transformer.patch_embedding
+        embedding.__dict__["forward"] = MethodType(_embed_patches, embedding)
         for layer, block in enumerate(transformer.blocks):
             block.attn1.set_processor(_SelfAttention(self, layer))
             block.attn2.set_processor(_CrossAttention(self, layer))
@@ -154,6 +158,18 @@ class _NoRope(nn.Module):
 
     def forward(self, *_: object) -> None:
         return None
+
+
+def _embed_patches(embedding: nn.Conv3d, x_BCFhw: torch.Tensor) -> torch.Tensor:
+    """The patch embedding as the matrix product it is: kernel and stride are equal.
+
+    torch's ``conv3d`` on the CPU gives other last bits with one thread than with two.
+    """
+    for dim, size in enumerate(embedding.kernel_size, start=2):
+        x_BCFhw = x_BCFhw.unflatten(dim + (dim - 2), (-1, size))
+    patches = x_BCFhw.permute(0, 2, 4, 6, 1, 3, 5, 7)
+    hidden = functional.linear(patches.flatten(4), embedding.weight.flatten(1), embedding.bias)
+    return hidden.permute(0, 4, 1, 2, 3)
 
 
 class _SelfAttention:

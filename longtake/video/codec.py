@@ -2,8 +2,13 @@
 
 The VAE's causal convolutions carry two past frames each. diffusers keeps them on the module and
 drops them after each call; here they belong to the stream, so several streams can share one VAE
-and plain ``vae.encode`` / ``vae.decode`` calls may come in between. Frames are fed to the network
-exactly as diffusers' own loop feeds them, so a chunked stream is bit-equal to one whole call.
+and plain ``vae.encode`` / ``vae.decode`` calls may come in between.
+
+Every convolution sees one latent frame's worth at a time, so how a stream is cut into chunks never
+shows in its bits. One whole ``vae.decode`` call is bit-equal too under the stacked form. Under
+conv3d it is so wherever torch's 1x1x1 convolution gives a frame the same bits alone as among
+others, which on a CPU fails for some frame sizes and thread counts (by 1e-6): there diffusers' own
+result changes with the length of the video.
 
 A call that raises leaves its stream where it was: an out-of-memory error costs only the decode.
 
@@ -47,7 +52,7 @@ class DecoderState:
 
 
 class StreamingDecoder:
-    """Decodes a stream of latents chunk by chunk, bit-equal to decoding them all at once."""
+    """Decodes a stream of latents chunk by chunk, with the bits of decoding them all at once."""
 
     def __init__(self, vae: AutoencoderKLWan) -> None:
         _refuse_tiling(vae)
@@ -83,10 +88,9 @@ class StreamingDecoder:
         _check_shape("latents", latents, channels=vae.config.z_dim)
         features, first = list(self._features), self._first
         with torch.no_grad():
-            x = vae.post_quant_conv(denormalise(vae, latents))
             parts = []
-            for i in range(x.shape[2]):
-                frame = x[:, :, i : i + 1]
+            for z in torch.split(denormalise(vae, latents), 1, dim=2):
+                frame = vae.post_quant_conv(z)
                 parts.append(
                     vae.decoder(frame, feat_cache=features, feat_idx=[0], first_chunk=first)
                 )
@@ -100,7 +104,7 @@ class StreamingDecoder:
 
 
 class StreamingEncoder:
-    """Encodes a stream of frames chunk by chunk, bit-equal to encoding them all at once.
+    """Encodes a stream of frames chunk by chunk, with the bits of encoding them all at once.
 
     Deterministic: the posterior's mode, never a sample.
     """
@@ -138,11 +142,11 @@ class StreamingEncoder:
             lead = x.shape[2] % GROUP_FRAMES
             sizes = [lead] * bool(lead) + [GROUP_FRAMES] * (x.shape[2] // GROUP_FRAMES)
             parts = [
-                vae.encoder(group, feat_cache=features, feat_idx=[0])
+                vae.quant_conv(vae.encoder(group, feat_cache=features, feat_idx=[0]))
                 for group in torch.split(x, sizes, dim=2)
             ]
-            moments = vae.quant_conv(torch.cat(parts, dim=2))
-            latents = normalise(vae, moments.chunk(2, dim=1)[0])
+            mode, _ = torch.cat(parts, dim=2).chunk(2, dim=1)
+            latents = normalise(vae, mode)
         self._features, self._first = features, False
         return latents
 

@@ -161,14 +161,19 @@ def load_strictly(
     if missing or unexpected or shapes:
         raise WeightsError(name, missing=missing, unexpected=unexpected, shapes=shapes)
     kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    both = {key: source for key, source in tied.items() if {key, source} <= expected.keys()}
     state: dict[str, torch.Tensor] = {}
-    for key in expected:
-        weight = weights[key] if key in weights else weights[tied[key]]
+    for key in expected.keys() - both.keys():
+        weight = weights[key]
         if not weight.is_floating_point():
             raise ModelError(f"{name}: {key} is {weight.dtype}, expected floating point")
         precise = any(part in key.split(".") for part in kept)
         state[key] = aligned(weight.to(torch.float32 if precise else dtype))
+    state |= {key: state[source] for key, source in both.items()}
     module.load_state_dict(state, strict=True, assign=True)
+    for key, source in both.items():
+        owner, _, attribute = key.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, module.get_parameter(source))
 
 
 def read_weights(folder: Path, hashes: dict[str, str], name: str) -> dict[str, torch.Tensor]:
@@ -179,8 +184,8 @@ def read_weights(folder: Path, hashes: dict[str, str], name: str) -> dict[str, t
     """
     weights: dict[str, torch.Tensor] = {}
     for path in _weight_files(folder, name):
-        hashes[f"{name}/{path.name}"] = file_hash(path)
         try:
+            hashes[f"{name}/{path.name}"] = file_hash(path)
             with safe_open(path, framework="pt") as file:
                 weights.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
@@ -209,9 +214,11 @@ def read_checkpoint(path: Path, key: str | None) -> dict[str, torch.Tensor]:
     except Exception as error:  # torch.load has no error type of its own
         raise ModelError(f"checkpoint {path} cannot be read: {error}") from error
     if key is not None:
-        if key not in data:
+        if not isinstance(data, Mapping) or key not in data:
             raise ModelError(f"checkpoint {path}: no entry {key!r}; has {', '.join(data)}")
         data = data[key]
+    if not isinstance(data, Mapping) or not all(map(torch.is_tensor, data.values())):
+        raise ModelError(f"checkpoint {path}: {key or 'the file'} is not a dictionary of tensors")
     return dict(convert_wan_transformer_to_diffusers(dict(_without_prefixes(data))))
 
 
@@ -252,8 +259,10 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
     """Files of one set of weights; of several variants in a folder the plain one is taken."""
     indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     if indexes:
-        shards = sorted(set(read_json(indexes[0]).get("weight_map", {}).values()))
-        return [folder / shard for shard in shards]
+        files_by_key = read_json(indexes[0]).get("weight_map")
+        if not isinstance(files_by_key, dict):
+            raise ModelError(f"{name}: {indexes[0]} lacks a weight_map")
+        return [folder / str(shard) for shard in sorted(set(map(str, files_by_key.values())))]
     files = sorted(folder.glob("*.safetensors"), key=lambda p: (p.name.count("."), p.name))
     if not files:
         raise ModelError(f"{name}: no .safetensors file in {folder}")

@@ -43,7 +43,8 @@ class Workload:
         text_length: text tokens.
         window: latent frames in the cache at most, own chunk included.
         encoded: latent frames that are encoded from an input.
-        itemsize: bytes of one weight or activation.
+        itemsize: bytes of one weight or activation of transformer and text encoder.
+        vae_itemsize: of the VAE.
     """
 
     size: tuple[int, int]
@@ -53,6 +54,7 @@ class Workload:
     window: int
     encoded: int
     itemsize: int
+    vae_itemsize: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def estimate(
 
 
 def _bytes(shape: ModelShape, work: Workload, query: int, positions: int) -> dict[str, int]:
-    transformer, item = shape.transformer, work.itemsize
+    transformer, item, vae_item = shape.transformer, work.itemsize, work.vae_itemsize
     slot = transformer.layers * transformer.dim * work.passes * item
     # three buffers a layer: un-roped keys, roped keys, values
     cache = 3 * slot * work.window * shape.frame_tokens(work.size)
@@ -134,9 +136,9 @@ def _bytes(shape: ModelShape, work: Workload, query: int, positions: int) -> dic
     return {
         "transformer": transformer.parameters * item,
         "text_encoder": shape.text_parameters * item,
-        "vae": shape.vae.parameters * item,
+        "vae": shape.vae.parameters * vae_item,
         "kv_cache": cache + text,
         "activations": query * stream * work.passes * item,
-        "vae_state": shape.vae.decode_state_bytes(positions, item),
-        "vae_decode": shape.vae.decode_work_bytes(positions, item),
+        "vae_state": shape.vae.decode_state_bytes(positions, vae_item),
+        "vae_decode": shape.vae.decode_work_bytes(positions, vae_item),
     }

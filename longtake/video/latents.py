@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from longtake.errors import OutputError, ResumeError
+from longtake.errors import OutputError, RequestError, ResumeError
 from longtake.video.plan import Inputs, Plan
 from longtake.video.request import VideoRequest, request_from_mapping, request_to_mapping
 from longtake.video.rollout import Chunk
@@ -104,14 +104,14 @@ class LatentFolder:
             return StoredRollout(
                 request=request_from_mapping(data["request"]),
                 inputs=Inputs(inputs["kind"], inputs["frames"], tuple(inputs["chunks"])),
-                weights=data["weights"],
+                weights=dict(data["weights"]),
                 dtype=data["dtype"],
-                fingerprint=data["fingerprint"],
+                fingerprint=dict(data["fingerprint"]),
             )
         except OSError as error:
             reason = f"no stored rollout there ({error.strerror})"
             raise ResumeError(f"resume={self.path}: {reason}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RequestError) as error:
             raise ResumeError(f"resume={self.path}: {ROLLOUT_NAME} is damaged: {error}") from error
 
     def write(self, chunk: Chunk) -> None:

@@ -6,15 +6,22 @@ imported, so the API can answer questions about a model without loading it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from longtake.errors import ModelError
-from longtake.schedulers.noise import listed_sigmas, uniform_sigmas, warped_sigmas
+from longtake.schedulers.noise import (
+    TRAIN_TIMESTEPS,
+    listed_sigmas,
+    uniform_sigmas,
+    warped_sigmas,
+)
 
 MANIFEST_NAME = "longtake.json"
 PIPELINE_INDEX = "model_index.json"
@@ -61,6 +68,20 @@ class Schedule:
     shift: float
     timesteps: tuple[float, ...] | None = None
     warp: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in {"steps": self.steps, "shift": self.shift}.items():
+            if not 0 < value < math.inf:
+                raise ModelError(f"schedule: {name}={value} must be above 0")
+        listed = [t for t in self.timesteps or () if t != 0]
+        if self.timesteps is None:
+            return
+        falling = all(a > b for a, b in itertools.pairwise([*listed, 0.0]))
+        if len(listed) != self.steps or not falling or listed[0] > TRAIN_TIMESTEPS:
+            raise ModelError(
+                f"schedule: timesteps={list(self.timesteps)} must be {self.steps} (steps) "
+                f"falling numbers from at most {TRAIN_TIMESTEPS} to above 0"
+            )
 
     def sigmas(self, steps: int | None = None, shift: float | None = None) -> tuple[float, ...]:
         """Noise levels for the checkpoint's own number of steps, or for another one."""
@@ -113,7 +134,7 @@ class Manifest:
     context_noise_added: bool = False
     recache: bool = True
     text_length: int = 512
-    vae_dtype: str | None = None
+    vae_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     sizes: tuple[tuple[int, int], ...] | None = None
     max_latent_frames: int = 1024
     closed_vocabulary: bool = False
@@ -126,10 +147,23 @@ class Manifest:
         if absent:
             raise ModelError(f"manifest {self.name}: components lack {', '.join(absent)}")
         largest = max(self.chunk, self.first_chunk or 0)
-        positive = {"chunk": self.chunk, "steps": self.schedule.steps, "fps": self.fps}
+        positive: dict[str, float] = {
+            "chunk": self.chunk,
+            "first_chunk": 1 if self.first_chunk is None else self.first_chunk,
+            "fps": self.fps,
+            "num_frames": self.num_frames,
+            "text_length": self.text_length,
+            "size": min(self.size),
+        }
         for name, value in positive.items():
-            if value <= 0:
+            if not 0 < value < math.inf:
                 raise ModelError(f"manifest {self.name}: {name}={value} must be above 0")
+        for name, value in {"sink": self.sink, "guidance_scale": self.guidance_scale}.items():
+            if not 0 <= value < math.inf:
+                raise ModelError(f"manifest {self.name}: {name}={value} must be 0 or more")
+        if not 0 <= self.context_noise < 1:
+            reason = f"context_noise={self.context_noise} must be from 0 to below 1"
+            raise ModelError(f"manifest {self.name}: {reason}")
         if self.window < self.sink + largest:
             raise ModelError(
                 f"manifest {self.name}: window={self.window} cannot hold sink={self.sink} "
@@ -173,7 +207,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if hint in (ComponentRef, Schedule):
         return _build(hint, value, where)
-    if origin is UnionType:
+    if origin in (UnionType, Union):
         return None if value is None else _convert(args[0], value, where)
     if origin is Literal:
         if value not in args:

@@ -28,6 +28,7 @@ from longtake.video.shapes import ModelShape
 
 DRAWN_SEED_LIMIT = 2**31
 MAX_LISTED_CHUNKS = 8
+VAE_ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ def make_plan(
         window=layout.capacity,
         encoded=latent_frames(input_frames, stride) if input_frames else 0,
         itemsize=itemsize,
+        vae_itemsize=VAE_ITEM_SIZES.get(manifest.vae_dtype or "", itemsize),
     )
     high, wide = shape.latent_size(size)
     return Plan(

@@ -214,6 +214,9 @@ def _check_types(request: VideoRequest) -> None:
             continue
         expected = " or ".join(t.__name__ for t in types)
         raise RequestError(name, value, f"got {type(value).__name__}, expected {expected}")
+    timeline = request.prompts
+    if not isinstance(timeline, tuple) or not all(type(t) is TimedPrompt for t in timeline):
+        raise RequestError("prompts", timeline, "is not a tuple of TimedPrompt")
     size = request.size
     pair = isinstance(size, tuple) and len(size) == 2 and all(type(s) is int for s in size)
     if size is not None and not pair:
@@ -231,11 +234,16 @@ def _check_text(field: str, text: str, *, required: bool) -> None:
 def _check_number(
     field: str, value: float, *, low: float, high: float, above: bool = False
 ) -> None:
-    legal = f"{'above' if above else 'from'} {low:g} to {high:g}"
-    if not math.isfinite(value):
+    legal = f"{'above' if above else 'from'} {_exact(low)} to {_exact(high)}"
+    if isinstance(value, float) and not math.isfinite(value):
         raise RequestError(field, value, "is not a finite number", legal)
     if value < low or value > high or (above and value == low):
         raise RequestError(field, value, "is out of range", legal)
+
+
+def _exact(number: float) -> str:
+    """A limit as people would type it: no exponent for whole numbers."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def _check_choice(field: str, value: str | None, choices: tuple[str, ...]) -> None:
@@ -259,4 +267,7 @@ def _timed(item: Any) -> TimedPrompt:
     at, prompt = item["at"], item["prompt"]
     if isinstance(at, bool) or not isinstance(at, int | float) or not isinstance(prompt, str):
         raise RequestError("prompts", item, "at must be a number and prompt a text")
-    return TimedPrompt(float(at), prompt)
+    try:
+        return TimedPrompt(float(at), prompt)
+    except OverflowError:
+        raise RequestError("prompts", at, "is out of range", f"0 to {MAX_SECONDS}") from None

@@ -198,8 +198,9 @@ def _vae_shape(config: Mapping[str, Any]) -> VaeShape:
 def _text_parameters(config: Mapping[str, Any]) -> int:
     """Weights of a T5-type encoder with a gated feed-forward (UMT5)."""
     width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
-    layer = 4 * width * inner + 3 * width * config["d_ff"]
-    return int(config["vocab_size"] * width + config["num_layers"] * layer)
+    bias = config.get("relative_attention_num_buckets", 32) * config["num_heads"]
+    layer = 4 * width * inner + 3 * width * config["d_ff"] + 2 * width + bias
+    return int(config["vocab_size"] * width + config["num_layers"] * layer + width)
 
 
 def _decoder_convs(config: Mapping[str, Any]) -> Iterator[Conv]:

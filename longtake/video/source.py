@@ -62,10 +62,10 @@ def find_model(name: str) -> ModelSource:
     known = catalogue()
     if name in known:
         return _from_folder(name, known[name])
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = _local(name)
+    if path is not None and path.is_dir():
         return _from_folder(name, path / MANIFEST_NAME)
-    if path.is_file():
+    if path is not None and path.is_file():
         return ModelSource(name, read_manifest(path), None)
     if HUB_ID.match(name) and not name.startswith((".", "~")):
         return _from_hub(name)
@@ -94,12 +94,13 @@ def component_config(manifest: Manifest, component: str) -> dict[str, Any]:
 
 def local_folder(manifest: Manifest, ref: ComponentRef) -> Path | None:
     """The component's folder on disk; None where ``source`` is a hub id."""
-    path = (manifest.folder / Path(ref.source).expanduser()).resolve()
-    if path.is_dir():
-        return path
+    path = _local(ref.source, manifest.folder)
+    if path is not None and path.is_dir():
+        return path.resolve()
     if HUB_ID.match(ref.source):
         return None
-    raise ModelError(f"model {manifest.name}: folder {path} does not exist")
+    shown = path.resolve() if path is not None else ref.source
+    raise ModelError(f"model {manifest.name}: folder {shown} does not exist")
 
 
 def hub_file(repository: str, name: str, subfolder: str | None, revision: str | None) -> str:
@@ -123,6 +124,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ModelError(f"{path}: got {type(data).__name__}, expected an object")
     return data
+
+
+def _local(name: str, folder: Path = Path()) -> Path | None:
+    """``name`` as a path from ``folder``, None where it cannot be one (too long, no such user)."""
+    try:
+        path = folder / Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return path
 
 
 def _from_folder(name: str, manifest_path: Path) -> ModelSource:

@@ -96,9 +96,12 @@ def _stacked_forward(conv: Any, x: Tensor, cache_x: Tensor | None = None) -> Ten
     taps = conv.kernel_size[0]
     x_blhwc, used = _with_history(x, cache_x, conv._padding[4], taps)
     if taps == 1:
-        # Frame by frame: the convolutions around the codec see all frames of a chunk at once, and
-        # a frame's bits must not depend on how many came along.
-        frames = [_conv_frames(conv, x_blhwc[:, i : i + 1], 1) for i in range(x_blhwc.shape[1])]
+        # Frame by frame: diffusers gives the two convolutions outside the feature cache all frames
+        # at once, and a frame's bits must not depend on how many came along.
+        frames = [
+            _conv_frames(conv, x_blhwc[:, i : i + 1], 1)
+            for i in range(0, x_blhwc.shape[1], conv.stride[0])
+        ]
         return torch.cat(frames, dim=1).permute(0, 4, 1, 2, 3)
     return _conv_frames(conv, x_blhwc, used).permute(0, 4, 1, 2, 3)
 
@@ -136,7 +139,7 @@ def _conv_frames(conv: Any, x_blhwc: Tensor, used: int) -> Tensor:
         stride=list(conv.stride[1:]),
     )
     out_bthwc = out.permute(0, 2, 3, 1)
-    return out_bthwc.view(batch, count, *out_bthwc.shape[1:])
+    return out_bthwc.reshape(batch, count, *out_bthwc.shape[1:])
 
 
 def _conv2d_forward(conv: Any, x: Tensor) -> Tensor:
@@ -151,7 +154,11 @@ def _conv2d_forward(conv: Any, x: Tensor) -> Tensor:
 def _onednn_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, padding: list[int], stride: list[int]
 ) -> Tensor:
-    """``F.conv2d`` without its choice of backend, which depends on sizes and thread count."""
+    """``F.conv2d`` without its choice of backend, which depends on sizes and thread count.
+
+    One layout always, since another one may mean another kernel and so other bits.
+    """
+    x_nhwc = x.contiguous(memory_format=torch.channels_last)
     return torch.mkldnn_convolution(
-        x, weight, bias, padding=padding, stride=stride, dilation=[1, 1], groups=1
+        x_nhwc, weight, bias, padding=padding, stride=stride, dilation=[1, 1], groups=1
     )

@@ -264,12 +264,14 @@ def test_flow_shift_is_of_one_run_only(
     folders: Folders, models: Models, plan: MakePlan, family: str, name: str
 ) -> None:
     model = models(family)
-    own = dict(model.pipeline.scheduler.config)
+    own = model.pipeline.scheduler
+    config = dict(own.config)
     before = run(plan(family), model)
     shifted = run(plan(family, flow_shift=1.5), model)
+    assert model.pipeline.scheduler is own
+    assert dict(own.config) == config
     assert not torch.equal(shifted, before)
     assert torch.equal(run(plan(family), model), before)
-    assert dict(model.pipeline.scheduler.config) == own
     reference = diffusers.DiffusionPipeline.from_pretrained(folders(family))
     scheduler = reference.scheduler
     reference.scheduler = type(scheduler).from_config(scheduler.config, **{name: 1.5})

@@ -1,0 +1,7 @@
+"""``python -m longtake``."""
+
+import sys
+
+from longtake.cli import main
+
+sys.exit(main())
