@@ -11,6 +11,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_request(plan)
     _add_engine(plan)
     plan.set_defaults(run=_plan)
+
+    sheet = commands.add_parser(
+        "sheet", help="show a video as one picture", description=_sheet.__doc__
+    )
+    sheet.add_argument("video", type=Path, help="any video file")
+    sheet.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .jpg"
+    )
+    sheet.add_argument("--columns", type=int, default=8, help="moments in a row (default 8)")
+    sheet.add_argument("--rows", type=int, default=1, help="rows (default 1)")
+    sheet.add_argument("--width", type=int, default=1200, help="pixels (default 1200)")
+    sheet.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    sheet.set_defaults(run=_sheet)
 
     models = commands.add_parser("models", help="list models", description=_models.__doc__)
     models.add_argument("--json", action="store_true", help="one JSON document on standard output")
@@ -183,6 +197,20 @@ def _plan(args: argparse.Namespace) -> int:
         _print_json(plan.as_dict())
     else:
         print_plan(plan.as_dict())
+    return DONE
+
+
+def _sheet(args: argparse.Namespace) -> int:
+    """Frames from the first to the last of a video, side by side in one picture."""
+    from longtake.video.ffmpeg import contact_sheet
+
+    sheet = contact_sheet(
+        args.video, args.output, args.columns, args.rows, args.width, field="video"
+    )
+    if args.json:
+        _print_json({"file": str(args.output), **asdict(sheet)})
+    else:
+        sys.stdout.write(f"{args.output}: {len(sheet.frames)} of the frames\n")
     return DONE
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import av
 import pytest
+from PIL import Image
 
 from longtake import __version__
 from longtake.cli import main
@@ -99,6 +100,20 @@ def test_other_formats(make_model: MakeModel, tmp_path: Path, kind: str) -> None
     assert main(["generate", BALL, "--model", str(make_model()), "-o", str(out)]) == 0
     with av.open(str(out)) as container:
         assert sum(1 for _ in container.decode(video=0)) == 17
+
+
+def test_sheet_shows_a_video_as_one_picture(
+    make_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.mp4"
+    assert main(["generate", BALL, "--model", str(make_model()), "-o", str(out)]) == 0
+    capsys.readouterr()
+    picture = tmp_path / "a.png"
+    argv = ["sheet", str(out), "-o", str(picture), "--columns", "4", "--width", "300", "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["frames"] == [0, 5, 11, 16]
+    with Image.open(picture) as image:
+        assert image.width == pytest.approx(300, abs=8)
 
 
 def test_version_and_help_need_no_torch() -> None:

@@ -215,7 +215,8 @@ def read_checkpoint(path: Path, key: str | None) -> dict[str, torch.Tensor]:
         raise ModelError(f"checkpoint {path} cannot be read: {error}") from error
     if key is not None:
         if not isinstance(data, Mapping) or key not in data:
-            raise ModelError(f"checkpoint {path}: no entry {key!r}; has {', '.join(data)}")
+            has = ", ".join(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise ModelError(f"checkpoint {path}: no entry {key!r}; has {has}")
         data = data[key]
     if not isinstance(data, Mapping) or not all(map(torch.is_tensor, data.values())):
         raise ModelError(f"checkpoint {path}: {key or 'the file'} is not a dictionary of tensors")

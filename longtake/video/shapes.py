@@ -168,28 +168,38 @@ def read_shape(manifest: Manifest) -> ModelShape:
         return ModelShape(_transformer_shape(transformer), _vae_shape(vae), _text_parameters(text))
     except KeyError as error:
         raise ModelError(f"model {manifest.name}: config lacks {error}") from error
+    except (TypeError, IndexError, ValueError, AttributeError) as error:
+        raise ModelError(f"model {manifest.name}: a config is not usable: {error}") from error
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A dimension from a config: a whole number above 0."""
+    value = config[key] if default is None else config.get(key, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key}={value!r} is not a whole number above 0")
+    return value
 
 
 def _transformer_shape(config: Mapping[str, Any]) -> TransformerShape:
     patch = config["patch_size"]
     return TransformerShape(
-        layers=config["num_layers"],
-        heads=config["num_attention_heads"],
-        head_dim=config["attention_head_dim"],
-        ffn_dim=config["ffn_dim"],
-        in_channels=config["in_channels"],
-        out_channels=config["out_channels"],
-        text_dim=config["text_dim"],
-        freq_dim=config["freq_dim"],
+        layers=_count(config, "num_layers"),
+        heads=_count(config, "num_attention_heads"),
+        head_dim=_count(config, "attention_head_dim"),
+        ffn_dim=_count(config, "ffn_dim"),
+        in_channels=_count(config, "in_channels"),
+        out_channels=_count(config, "out_channels"),
+        text_dim=_count(config, "text_dim"),
+        freq_dim=_count(config, "freq_dim"),
         patch=(patch[0], patch[1], patch[2]),
     )
 
 
 def _vae_shape(config: Mapping[str, Any]) -> VaeShape:
     return VaeShape(
-        stride_time=config.get("scale_factor_temporal", 4),
-        stride_space=config.get("scale_factor_spatial", 8),
-        latent_channels=config["z_dim"],
+        stride_time=_count(config, "scale_factor_temporal", 4),
+        stride_space=_count(config, "scale_factor_spatial", 8),
+        latent_channels=_count(config, "z_dim"),
         encoder=tuple(_encoder_convs(config)),
         decoder=tuple(_decoder_convs(config)),
     )

@@ -38,7 +38,7 @@ class StopAfter(SilentObserver):
 
     def on_chunk(self, frames: int) -> None:
         """Count down."""
-        self._left -= 1
+        self._left -= frames > 0
 
     def stopping(self) -> bool:
         """True when enough are done."""
@@ -108,13 +108,9 @@ def test_resume_in_a_new_process(make_model: MakeModel, tmp_path: Path, start_im
     kept = tmp_path / "kept"
     make(model, tmp_path / "part.mp4", Storage(keep=kept), stop_after=3, image=start_image)
     Path(start_image).unlink()
-    run = subprocess.run(
-        [sys.executable, "-m", "longtake", "generate", "--resume", str(kept)]
-        + ["-o", str(tmp_path / "resumed.mp4")],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "longtake", "generate", "--resume", str(kept)]
+    command += ["-o", str(tmp_path / "resumed.mp4")]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert np.array_equal(decoded(tmp_path / "resumed.mp4"), decoded(tmp_path / "whole.mp4"))
 
