@@ -28,7 +28,7 @@ from longtake.video.request import (
 )
 
 if TYPE_CHECKING:
-    from longtake.video.prepare import EngineOptions
+    from longtake.video.options import EngineOptions
 
 DONE, USAGE, INTERRUPTED = 0, 2, 130
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -157,7 +157,7 @@ def _generate(args: argparse.Namespace) -> int:
     engine = _engine(args)
     from longtake.progress import ConsoleObserver
     from longtake.video.generate import Target, generate
-    from longtake.video.prepare import Storage
+    from longtake.video.options import Storage
 
     observer = ConsoleObserver()
     before = signal.signal(signal.SIGINT, _stopper(observer))
@@ -267,7 +267,7 @@ def _engine(args: argparse.Namespace) -> EngineOptions:
     from longtake.video.numerics import configure
 
     configure(args.threads)
-    from longtake.video.prepare import EngineOptions
+    from longtake.video.options import EngineOptions
 
     return EngineOptions(args.device, args.dtype, args.backend)
 

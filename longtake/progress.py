@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from longtake.video.plan import Plan
     from longtake.video.rollout import StepEvent
 
+# parts of a plan that have a line or a table of their own, or are for machines
+SHOWN_APART = frozenset(
+    ["request", "cost", "warnings", "chunks", "prompts", "sigmas", "input", "seconds", "arguments"]
+)
 UNITS = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -109,18 +113,15 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     """A plan as tables on standard output."""
     console = Console()
     rows = Table(show_header=False, box=None, pad_edge=False)
-    skip = ("request", "cost", "warnings", "chunks", "prompts", "sigmas", "input", "seconds")
     for name, value in plan.items():
-        if name not in skip and value not in ("", None):
+        if name not in SHOWN_APART and value not in ("", None):
             rows.add_row(name, Text(f"{value:g}" if isinstance(value, float) else str(value)))
     rows.add_row("seconds", f"{plan['seconds']:.4g}")
     if plan.get("sigmas"):
         rows.add_row("sigmas", " ".join(f"{sigma:.4g}" for sigma in plan["sigmas"]))
     chunks = plan.get("chunks")
     if chunks:
-        rows.add_row("chunks", f"{chunks['count']} of {chunks['frames']} latent frames")
-        seen = " ".join(map(str, chunks["sees"]))
-        rows.add_row("sees", f"{seen}{' ...' if chunks['count'] > len(chunks['sees']) else ''}")
+        rows.add_row("chunks", _chunks_line(chunks))
     for switch in plan.get("prompts", ()):
         text = f"asked {switch['at']:g} s, starts {switch['starts']:g} s: {switch['prompt']}"
         rows.add_row("prompt", Text(text))
@@ -138,6 +139,14 @@ def print_models(rows: Sequence[Mapping[str, Any]]) -> None:
         modes = ", ".join(row["modes"])
         table.add_row(row["model"], modes, row["size"], f"{row['fps']:g}", row["description"])
     Console().print(table)
+
+
+def _chunks_line(chunks: Mapping[str, Any]) -> str:
+    if "frames" not in chunks:
+        return str(chunks["count"])
+    seen = " ".join(map(str, chunks["sees"]))
+    more = " ..." if chunks["count"] > len(chunks["sees"]) else ""
+    return f"{chunks['count']} of {chunks['frames']} latent frames; they see {seen}{more}"
 
 
 def _cost_table(cost: Mapping[str, Any]) -> Table:

@@ -17,6 +17,7 @@ from typing import Any
 
 from longtake.errors import RequestError
 from longtake.video.clip_models import REQUIRED, Geometry, Pipeline, geometry_of, read_pipeline
+from longtake.video.cost import Cost
 from longtake.video.plan import DRAWN_SEED_LIMIT
 from longtake.video.request import VideoRequest, format_size, nearest_multiple, request_to_mapping
 from longtake.video.source import ModelSource
@@ -43,6 +44,7 @@ class ClipPlan:
         text_length: tokens the pipeline reads before it cuts; None where only the tokenizer knows.
         from_image: whether the call takes a start image.
         warnings: what the caller should know.
+        cost: estimate, where the family's arithmetic is known.
     """
 
     request: VideoRequest
@@ -59,6 +61,7 @@ class ClipPlan:
     text_length: int | None
     from_image: bool
     warnings: tuple[str, ...]
+    cost: Cost | None = None
 
     mode = "clip"
 
@@ -119,6 +122,7 @@ class ClipPlan:
             "flow_shift": self.shift[1] if self.shift else None,
             "prompts": [],
             "arguments": self.arguments,
+            "cost": self.cost.as_dict() if self.cost else None,
             "warnings": list(self.warnings),
         }
 

@@ -24,7 +24,7 @@ from longtake.video.causal_wan import CausalWan
 from longtake.video.manifest import ComponentRef, Manifest
 from longtake.video.numerics import aligned, file_hash, torch_dtype
 from longtake.video.shapes import ModelShape, read_shape
-from longtake.video.source import HUB_ID, component_file, local_folder, read_json
+from longtake.video.source import HUB_ID, component_file, hub_file, local_folder, read_json
 from longtake.video.stacked_conv import prepare_vae
 
 ENCODERS = ("UMT5EncoderModel", "T5EncoderModel")
@@ -143,7 +143,7 @@ def load_strictly(
 ) -> None:
     """Give a module built without weights its weights, in 64-byte aligned storage.
 
-    Modules that diffusers keeps in float32 stay so. Tied weights may be stored once.
+    Parts that the libraries keep in float32 stay so. Tied weights may be stored once.
 
     Raises:
         WeightsError: keys or shapes do not match.
@@ -160,7 +160,7 @@ def load_strictly(
     ]
     if missing or unexpected or shapes:
         raise WeightsError(name, missing=missing, unexpected=unexpected, shapes=shapes)
-    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    kept = _kept_precise(module, dtype)
     both = {key: source for key, source in tied.items() if {key, source} <= expected.keys()}
     state: dict[str, torch.Tensor] = {}
     for key in expected.keys() - both.keys():
@@ -235,13 +235,22 @@ def _build(manifest: Manifest, component: str, dtype: str, hashes: dict[str, str
     except Exception as error:  # a config can trip any check of the library's constructors
         raise ModelError(f"{name}: config.json is not usable: {error}") from error
     if ref.file is not None:
-        path = (manifest.folder / ref.file).resolve()
+        path = _checkpoint_path(manifest, ref.file, ref.revision)
         weights = read_checkpoint(path, ref.key)
         hashes[f"{component}/{path.name}"] = file_hash(path)
     else:
         weights = read_weights(component_folder(manifest, component), hashes, component)
     load_strictly(module, weights, torch_dtype(dtype), name)
     return module.eval()
+
+
+def _checkpoint_path(manifest: Manifest, file: str, revision: str | None) -> Path:
+    """A checkpoint beside the manifest, or ``owner/repository/path`` on the hub."""
+    path = (manifest.folder / Path(file).expanduser()).resolve()
+    parts = file.split("/", 2)
+    if path.is_file() or len(parts) < 3 or not HUB_ID.match("/".join(parts[:2])):
+        return path
+    return Path(hub_file("/".join(parts[:2]), parts[2], None, revision))
 
 
 def _empty(component: str, config: dict[str, Any]) -> nn.Module:
@@ -268,6 +277,13 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
     if not files:
         raise ModelError(f"{name}: no .safetensors file in {folder}")
     return files[:1]
+
+
+def _kept_precise(module: nn.Module, dtype: torch.dtype) -> frozenset[str]:
+    """Parts of the module that its library keeps in float32; transformers does for fp16 alone."""
+    if isinstance(module, transformers.PreTrainedModel) and dtype != torch.float16:
+        return frozenset()
+    return frozenset(getattr(module, "_keep_in_fp32_modules", None) or ())
 
 
 def _without_prefixes(

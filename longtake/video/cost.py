@@ -45,6 +45,7 @@ class Workload:
         encoded: latent frames that are encoded from an input.
         itemsize: bytes of one weight or activation of transformer and text encoder.
         vae_itemsize: of the VAE.
+        clean_passes: forwards a chunk that write the cache; 0 in clip mode.
     """
 
     size: tuple[int, int]
@@ -55,6 +56,7 @@ class Workload:
     encoded: int
     itemsize: int
     vae_itemsize: int
+    clean_passes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def estimate(
     for spec in chunks:
         query, keys = spec.frames * tokens, (len(spec.past) + spec.frames) * tokens
         widest, longest, decoded = max(widest, query), max(longest, keys), decoded + spec.keep
-        repeats = {"denoise": 0 if spec.given else work.steps, "clean": 1}
+        repeats = {"denoise": 0 if spec.given else work.steps, "clean": work.clean_passes}
         for stage, times in repeats.items():
             linear[stage] += times * work.passes * shape.transformer.linear_flops(query)
             attention[stage] += (

@@ -10,17 +10,10 @@ from time import perf_counter
 from typing import Any
 
 from longtake.errors import Interrupted, OutputError, RequestError
-from longtake.video.clip import ClipPlan
+from longtake.video.clip_plan import ClipPlan
+from longtake.video.options import EngineOptions, Observer, Prepared, SilentObserver, Storage
 from longtake.video.plan import Plan
-from longtake.video.prepare import (
-    EngineOptions,
-    Observer,
-    Prepared,
-    SilentObserver,
-    Storage,
-    prepare,
-    resolve_request,
-)
+from longtake.video.prepare import prepare, resolve_request
 from longtake.video.receipt import make_receipt, write_receipt
 from longtake.video.request import VideoRequest
 from longtake.video.writer import FRAMES_DIR, Writer, file_format, open_writer
@@ -77,13 +70,17 @@ class Target:
             "seed": str(plan.seed),
             "model": plan.model,
         }
-        writers: list[Writer] = []
         kinds = ((self.path, self.format), (self.frames_dir, FRAMES_DIR))
-        for path, kind in kinds:
-            if path is not None:
-                writers.append(
-                    open_writer(path, size=plan.size, fps=plan.fps, format=kind, metadata=metadata)
-                )
+        with ExitStack() as undo:
+            writers: list[Writer] = []
+            for path, kind in kinds:
+                if path is not None:
+                    writer = open_writer(
+                        path, size=plan.size, fps=plan.fps, format=kind, metadata=metadata
+                    )
+                    undo.callback(writer.abort)
+                    writers.append(writer)
+            undo.pop_all()
         return writers
 
 

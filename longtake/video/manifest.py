@@ -40,7 +40,8 @@ class ComponentRef:
         source: folder (relative to the manifest's own) or hub id.
         subfolder: folder inside ``source``.
         revision: hub revision; None for the default branch.
-        file: single checkpoint file (.pt or .safetensors) that replaces the folder's weights.
+        file: single checkpoint file (.pt or .safetensors) that replaces the folder's weights:
+            a path relative to the manifest, or ``owner/repository/path`` on the hub.
         key: entry of a .pt checkpoint that holds the weights, e.g. ``generator_ema``.
     """
 

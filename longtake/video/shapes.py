@@ -159,17 +159,30 @@ def read_shape(manifest: Manifest) -> ModelShape:
     Raises:
         ModelError: a config is missing, or of a class the hybrid engine does not run.
     """
-    transformer = component_config(manifest, "transformer")
-    vae = component_config(manifest, "vae")
-    _expect_class(transformer, "WanTransformer3DModel", manifest.name)
-    _expect_class(vae, "AutoencoderKLWan", manifest.name)
-    text = component_config(manifest, "text_encoder")
+    return shape_from_configs(
+        component_config(manifest, "transformer"),
+        component_config(manifest, "vae"),
+        component_config(manifest, "text_encoder"),
+        manifest.name,
+    )
+
+
+def shape_from_configs(
+    transformer: Mapping[str, Any], vae: Mapping[str, Any], text: Mapping[str, Any], model: str
+) -> ModelShape:
+    """Sizes from the ``config.json`` of transformer, VAE and text encoder.
+
+    Raises:
+        ModelError: of another class, or a key is missing.
+    """
+    _expect_class(transformer, "WanTransformer3DModel", model)
+    _expect_class(vae, "AutoencoderKLWan", model)
     try:
-        return ModelShape(_transformer_shape(transformer), _vae_shape(vae), _text_parameters(text))
+        return ModelShape(_transformer_shape(transformer), vae_shape(vae), _text_parameters(text))
     except KeyError as error:
-        raise ModelError(f"model {manifest.name}: config lacks {error}") from error
+        raise ModelError(f"model {model}: config lacks {error}") from error
     except (TypeError, IndexError, ValueError, AttributeError) as error:
-        raise ModelError(f"model {manifest.name}: a config is not usable: {error}") from error
+        raise ModelError(f"model {model}: a config is not usable: {error}") from error
 
 
 def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -195,7 +208,8 @@ def _transformer_shape(config: Mapping[str, Any]) -> TransformerShape:
     )
 
 
-def _vae_shape(config: Mapping[str, Any]) -> VaeShape:
+def vae_shape(config: Mapping[str, Any]) -> VaeShape:
+    """Sizes of a VAE from its ``config.json``."""
     return VaeShape(
         stride_time=_count(config, "scale_factor_temporal", 4),
         stride_space=_count(config, "scale_factor_spatial", 8),

@@ -21,7 +21,7 @@ from longtake.schedulers.prompts import TimedPrompt
 from longtake.video.generate import Result, Target, generate
 from longtake.video.latents import LatentFolder
 from longtake.video.manifest import BUNDLED
-from longtake.video.prepare import EngineOptions, SilentObserver, Storage
+from longtake.video.options import EngineOptions, SilentObserver, Storage
 from longtake.video.request import VideoRequest
 
 MakeModel = Callable[..., Path]
@@ -82,7 +82,7 @@ def test_stopped_and_resumed_equals_undisturbed(
     make_model: MakeModel, tmp_path: Path, start_image: str, stopped_after: int, with_image: bool
 ) -> None:
     model = make_model(guidance_scale=2.0)
-    fields = {"image": start_image} if with_image else {}
+    fields: dict[str, Any] = {"image": start_image} if with_image else {}
     whole = make(model, tmp_path / "whole.mp4", **fields)
     kept = tmp_path / "kept"
     stopped = make(

@@ -1,0 +1,22 @@
+"""All figures that a CPU can show: ``python -m benchmarks [--quick] [--json] [--threads N]``."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import length, memory, overhead, speed, vae_decode
+from benchmarks.report import run
+
+if __name__ == "__main__":
+    sys.exit(
+        run(
+            __doc__ or "",
+            {
+                "overhead": overhead.figure,
+                "memory": memory.figure,
+                "length": length.figure,
+                "speed": speed.figure,
+                "vae_decode": vae_decode.figure,
+            },
+        )
+    )

@@ -1,0 +1,102 @@
+"""What a run is given and what it gives back: options, storage, observer, pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from longtake.video.clip_plan import ClipPlan
+from longtake.video.plan import Plan
+from longtake.video.rollout import StepEvent
+
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run: None means what the machine is best at."""
+
+    device: str | None = None
+    dtype: str | None = None
+    backend: str = "auto"
+
+
+class Observer(Protocol):
+    """Told what happens; ``longtake.cli`` draws a progress bar from it."""
+
+    def on_plan(self, plan: Plan | ClipPlan) -> None:
+        """The plan is made; nothing is loaded yet."""
+
+    def on_stage(self, stage: str) -> None:
+        """``loading`` or ``generating`` begins."""
+
+    def on_step(self, event: StepEvent) -> None:
+        """A denoising step is done."""
+
+    def on_chunk(self, frames: int) -> None:
+        """``frames`` more pixel frames are done and written."""
+
+    def stopping(self) -> bool:
+        """Read between denoising steps; True stops, and finished chunks are kept."""
+
+
+class SilentObserver:
+    """Says nothing and never stops."""
+
+    def on_plan(self, plan: Plan | ClipPlan) -> None:
+        """Nothing."""
+
+    def on_stage(self, stage: str) -> None:
+        """Nothing."""
+
+    def on_step(self, event: StepEvent) -> None:
+        """Nothing."""
+
+    def on_chunk(self, frames: int) -> None:
+        """Nothing."""
+
+    def stopping(self) -> bool:
+        """Never."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One finished chunk: pixels [T, H, W, 3] and its entry in the receipt."""
+
+    frames: Pixels
+    entry: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A loaded model about to run a plan; ``pieces`` does the work as it is read."""
+
+    plan: Plan | ClipPlan
+    engine: dict[str, Any]
+    weights: Mapping[str, str]
+    inputs: Mapping[str, Any]
+    pieces: Iterator[Piece]
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Chunk latents on disk: where to keep them and where to go on from.
+
+    Attributes:
+        keep: folder that every chunk is stored in.
+        resume: folder that finished chunks are read from; kept in as well unless ``keep`` differs.
+    """
+
+    keep: Path | None = None
+    resume: Path | None = None
+
+    @property
+    def target(self) -> Path | None:
+        """Folder that chunks are stored in."""
+        return self.keep or self.resume

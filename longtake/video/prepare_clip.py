@@ -1,0 +1,126 @@
+"""Clip mode between a request and its clip: plan, load, call the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from longtake.errors import RequestError
+from longtake.schedulers.chunks import ChunkSpec, latent_frames
+from longtake.video.clip import clip_rollout, load_pipeline
+from longtake.video.clip_models import read_pipeline
+from longtake.video.clip_plan import ClipPlan, make_clip_plan
+from longtake.video.cost import Workload, estimate
+from longtake.video.media import fit_image, read_image
+from longtake.video.numerics import (
+    ITEM_SIZES,
+    choose_device,
+    choose_dtype,
+    fingerprint,
+    torch_dtype,
+)
+from longtake.video.options import EngineOptions, Observer, Piece, Pixels, Prepared, Storage
+from longtake.video.probe import measured_rates
+from longtake.video.receipt import engine_section
+from longtake.video.request import VideoRequest
+from longtake.video.shapes import ModelShape, shape_from_configs
+from longtake.video.source import ModelSource
+from longtake.video.vocabulary import vocabulary_warnings
+
+
+def prepare_clip(
+    request: VideoRequest,
+    source: ModelSource,
+    context: tuple[EngineOptions, Storage, Observer],
+    check_target: Callable[[ClipPlan], None],
+) -> Prepared:
+    """Everything up to the call; arguments as for ``prepare.prepare``."""
+    engine, storage, observer = context
+    if storage.target is not None:
+        field = "resume" if storage.resume else "keep_latents"
+        raise RequestError(field, storage.target, "clip mode has no chunks to store", "mode=hybrid")
+    plan = plan_clip(request, source, engine, probe=False)
+    check_target(plan)
+    observer.on_plan(plan)
+    observer.on_stage("loading")
+    began = perf_counter()
+    device = choose_device(engine.device)
+    dtype = choose_dtype(engine.dtype, device)
+    if engine.backend not in ("auto", "sdpa"):
+        raise RequestError("backend", engine.backend, "clip mode runs diffusers' own", "sdpa")
+    image, notes = _clip_image(request, plan)
+    model = load_pipeline(source, device=device, dtype=dtype)
+    loaded = perf_counter() - began
+    observer.on_stage("generating")
+    chunks = clip_rollout(
+        plan, model, image=image, stop=observer.stopping, on_step=observer.on_step
+    )
+    pieces = (
+        Piece(c.frames.numpy(), {"index": 0, "frames": len(c.frames), "timings": dict(c.timings)})
+        for c in chunks
+    )
+    section = engine_section(
+        device=device,
+        dtype=dtype,
+        backend={"attention": "diffusers"},
+        fingerprint=fingerprint(device, torch_dtype(dtype)),
+    )
+    return Prepared(plan, section, model.hashes, notes, pieces, loaded)
+
+
+def plan_clip(
+    request: VideoRequest, source: ModelSource, engine: EngineOptions, *, probe: bool
+) -> ClipPlan:
+    """A clip plan with its warnings, and for Wan its cost; other families have no estimate."""
+    known: tuple[str, ...] = ()
+    if source.manifest is not None:
+        known = vocabulary_warnings(
+            source.manifest, [request.prompt, request.negative_prompt or ""]
+        )
+    plan = make_clip_plan(request, source, warnings=known)
+    shape = _clip_shape(source)
+    if shape is None:
+        note = f"no estimate of cost for {plan.pipeline}"
+        return replace(plan, warnings=(*plan.warnings, note))
+    device = choose_device(engine.device)
+    dtype = choose_dtype(engine.dtype, device)
+    latents = latent_frames(plan.num_frames, shape.vae.stride_time)
+    whole = ChunkSpec(0, 0, latents, latents, given=False, past=())
+    work = Workload(
+        size=plan.size,
+        steps=plan.steps or 0,
+        passes=2 if (plan.guidance_scale or 1.0) > 1.0 else 1,
+        text_length=plan.text_length or 0,
+        window=0,
+        encoded=1 if plan.from_image else 0,
+        itemsize=ITEM_SIZES[dtype],
+        vae_itemsize=ITEM_SIZES[dtype],
+        clean_passes=0,
+    )
+    rates = None
+    if probe:
+        rates = measured_rates(shape, plan.size, (latents, latents), device=device, dtype=dtype)
+    return replace(plan, cost=estimate(shape, [whole], work, rates))
+
+
+def _clip_shape(source: ModelSource) -> ModelShape | None:
+    """Sizes of a Wan pipeline; None for another family."""
+    pipeline = read_pipeline(source)
+    if not pipeline.name.startswith("Wan"):
+        return None
+    return shape_from_configs(
+        pipeline.config("transformer"),
+        pipeline.config("vae"),
+        pipeline.config("text_encoder"),
+        source.name,
+    )
+
+
+def _clip_image(request: VideoRequest, plan: ClipPlan) -> tuple[Pixels | None, dict[str, Any]]:
+    if request.image is None:
+        return None, {}
+    image, note = fit_image(read_image(Path(request.image)), plan.size)
+    return image, {"image": request.image, "changes": [note] if note else []}

@@ -1,0 +1,155 @@
+"""Hybrid mode between a request and its first chunk: plan, load, encode, roll out, store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from time import perf_counter
+
+from longtake.errors import RequestError, ResumeError
+from longtake.video.components import load_model
+from longtake.video.inputs import Given, encode_given, read_given
+from longtake.video.latents import (
+    LatentFolder,
+    StoredRollout,
+    check_same_model,
+    rollout_metadata,
+)
+from longtake.video.manifest import Manifest
+from longtake.video.numerics import ITEM_SIZES, choose_device, choose_dtype, fingerprint
+from longtake.video.options import EngineOptions, Observer, Piece, Prepared, Storage
+from longtake.video.plan import Plan, make_plan, resolve_fps, resolve_size
+from longtake.video.probe import measured_rates
+from longtake.video.receipt import engine_section
+from longtake.video.request import VideoRequest
+from longtake.video.rollout import Chunk, rollout
+from longtake.video.shapes import read_shape
+from longtake.video.source import ModelSource
+from longtake.video.vocabulary import vocabulary_warnings
+
+
+def prepare_hybrid(
+    request: VideoRequest,
+    source: ModelSource,
+    context: tuple[EngineOptions, Storage, Observer],
+    check_target: Callable[[Plan], None],
+) -> Prepared:
+    """Everything up to the first chunk; arguments as for ``prepare.prepare``."""
+    engine, storage, observer = context
+    stored = LatentFolder(storage.resume).describe() if storage.resume is not None else None
+    plan, given = plan_hybrid(request, source, engine, stored, probe=False)
+    check_target(plan)
+    if storage.keep is not None and storage.keep != storage.resume:
+        LatentFolder(storage.keep).check_empty()
+    observer.on_plan(plan)
+    observer.on_stage("loading")
+    began = perf_counter()
+    device = choose_device(engine.device)
+    dtype = choose_dtype(engine.dtype, device)
+    manifest = _manifest(source)
+    model = load_model(manifest, device=device, dtype=dtype, backend=engine.backend)
+    for prompt in (*plan.prompts, plan.negative_prompt):
+        model.embed(prompt)
+    marks = fingerprint(device, model.wan.dtype)
+    section = engine_section(
+        device=device,
+        dtype=dtype,
+        backend={
+            "self_attention": model.wan.backend,
+            "cross_attention": "sdpa",
+            "vae_convolutions": model.vae_form,
+        },
+        fingerprint=marks,
+    )
+    if stored is not None:
+        _check_resume(stored, plan, model.hashes, dtype)
+        if dict(stored.fingerprint) != marks:
+            section["guarantee"] = {"level": "L3", "means": "resumed under other numerics"}
+    described = rollout_metadata(
+        plan, given.inputs, weights=model.hashes, dtype=dtype, fingerprint=marks
+    )
+    latents = encode_given(given, model, plan.input_frames)
+    loaded = perf_counter() - began
+    observer.on_stage("generating")
+    chunks = rollout(
+        plan,
+        model,
+        inputs=latents,
+        stored=LatentFolder(storage.resume).read if storage.resume is not None else (),
+        stop=observer.stopping,
+        on_step=observer.on_step,
+    )
+    pieces = _pieces(chunks, storage, described)
+    return Prepared(plan, section, model.hashes, given.notes, pieces, loaded)
+
+
+def plan_hybrid(
+    request: VideoRequest,
+    source: ModelSource,
+    engine: EngineOptions,
+    stored: StoredRollout | None,
+    *,
+    probe: bool,
+) -> tuple[Plan, Given]:
+    """The plan, and the input that was read for it; ``probe`` adds a time estimate."""
+    manifest = _manifest(source)
+    shape = read_shape(manifest)
+    size, fps = resolve_size(request, manifest, shape), resolve_fps(request, manifest)
+    if stored is not None and stored.inputs.kind in ("image", "continue"):
+        # what the input gave is stored as the first chunks
+        given = Given(stored.inputs, None, None, {"kind": stored.inputs.kind})
+    else:
+        given = read_given(request, size, fps, shape.vae.stride_time)
+    device = choose_device(engine.device)
+    dtype = choose_dtype(engine.dtype, device)
+    rates = None
+    if probe:
+        seen = manifest.window if request.window is None else request.window
+        frames = (manifest.chunk, seen)
+        rates = measured_rates(shape, size, frames, device=device, dtype=dtype)
+    texts = [request.prompt, *(t.prompt for t in request.prompts), request.negative_prompt or ""]
+    changes = [f"input: {change}" for change in given.notes.get("changes", ())]
+    plan = make_plan(
+        request,
+        manifest,
+        shape,
+        inputs=given.inputs,
+        itemsize=ITEM_SIZES[dtype],
+        rates=rates,
+        warnings=[*vocabulary_warnings(manifest, texts), *changes],
+    )
+    return plan, given
+
+
+def _pieces(chunks: Iterator[Chunk], storage: Storage, described: StoredRollout) -> Iterator[Piece]:
+    """Store every chunk's latents, then hand its pixels on."""
+    keep = LatentFolder(storage.target) if storage.target is not None else None
+    in_place = storage.target == storage.resume
+    for chunk in chunks:
+        if keep is not None:
+            if chunk.spec.index == 0:
+                keep.describe_as(described)
+            if not (in_place and keep.holds(chunk.spec.index)):
+                keep.write(chunk)
+        entry = {
+            "index": chunk.spec.index,
+            "frames": len(chunk.frames),
+            "prompt": chunk.prompt,
+            "attempt": chunk.attempt,
+            "reused": chunk.reused,
+            "timings": chunk.timings,
+        }
+        yield Piece(chunk.frames.numpy(), entry)
+
+
+def _check_resume(
+    stored: StoredRollout, plan: Plan, weights: Mapping[str, str], dtype: str
+) -> None:
+    check_same_model(stored, plan, weights)
+    if stored.dtype != dtype:
+        raise ResumeError(f"dtype={dtype}: the stored rollout was made in {stored.dtype}")
+
+
+def _manifest(source: ModelSource) -> Manifest:
+    if source.manifest is None:
+        raise RequestError("mode", "hybrid", f"model {source.name!r} has no manifest", "clip")
+    return source.manifest

@@ -1,0 +1,112 @@
+"""Every benchmark runs at its smallest setting and prints its rows. Nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # the benchmarks lie beside the package, not in it
+
+from benchmarks import bundled, gpu_models, gpu_rollout, report, vae_decode  # noqa: E402
+from longtake.video.rollout import Rollout  # noqa: E402
+
+
+def test_all_figures_are_printed_as_one_json_document() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--smallest", "--json"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    figures = document["figures"]
+    assert list(figures) == ["overhead", "memory", "length", "speed", "vae_decode"]
+    judged = [row for f in figures.values() for row in f["rows"] if row["target"] is not None]
+    assert {row["verdict"] for row in judged} <= {"met", "missed"}
+    names = [row["name"] for row in judged]
+    for wanted in ("engine overhead", "peak memory", "last chunks", "fps", "WanPipeline", "conv3d"):
+        assert any(wanted in name for name in (*names, *(r["unit"] for r in judged))), wanted
+    assert len(figures["length"]["table"]["lines"]) > 1
+
+
+def test_one_figure_alone_prints_lines_with_target_and_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vae_decode", "--smallest"])
+    assert report.run("", {"vae_decode": vae_decode.figure}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ratio = next(line for line in lines if line.startswith("stacked / conv3d, 1 thread |"))
+    assert "| target >= 1 x | " in ratio
+    assert ratio.endswith(("| met", "| missed"))
+
+
+def test_rows_are_judged_by_their_side_of_the_target() -> None:
+    row = report.Row("engine overhead", 1.031, "x", 1.05)
+    assert row.line() == "engine overhead | 1.03 x | target <= 1.05 x | met"
+    assert report.Row("engine overhead", 1.06, "x", 1.05).verdict == "missed"
+    assert report.Row("engine", 15.9, "fps", 16.0, at_least=True).verdict == "missed"
+    assert report.Row("chunk", 812.0, "ms").line() == "chunk | 812 ms"
+
+
+def test_gpu_rollout_runs_tiny_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["gpu_rollout", "--tiny", "--chunks", "1", "--compiler", "aot_eager"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_rollout.main() == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+    assert [line[:2] for line in lines] == [
+        [backend, compiled] for compiled in ("off", "on") for backend in gpu_rollout.BACKENDS
+    ]
+    assert [bool(line[2]) for line in lines] == [True, False, False] * 2
+    assert "needs a CUDA device" in lines[1][-1]
+
+
+def test_gpu_rollout_says_what_the_budget_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_rollout", "--tiny", "--budget-s", "0", "--json"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_rollout.main() == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["results"]) == 2 * len(gpu_rollout.BACKENDS)
+    assert all("budget" in line["note"] for line in document["results"])
+
+
+def test_compiled_blocks_make_the_same_chunks_and_keep_writing_the_cache() -> None:
+    parts = gpu_models.RandomParts(gpu_models.TINY, torch.device("cpu"), "fp32")
+    plan = gpu_rollout.plan_chunks(parts, 1)
+    plain, compiled = parts.model("sdpa"), parts.model("sdpa")
+    gpu_rollout.compile_blocks(compiled, "aot_eager")
+    rollouts = Rollout(plan, plain), Rollout(plan, compiled)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    for _ in plan.chunks:
+        expected, found = (bundled.next_chunk(rollout) for rollout in rollouts)
+        torch.testing.assert_close(found.latents, expected.latents, rtol=1e-4, atol=1e-4)
+    # a graph for every layer would soon exceed torch's limit, and the rest would run uncompiled
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+
+
+def test_bfloat16_models_keep_what_diffusers_keeps_in_float32() -> None:
+    parts = gpu_models.RandomParts(gpu_models.TINY, torch.device("cpu"), "bf16")
+    model = parts.model("sdpa")
+    kinds = {name: p.dtype for name, p in model.wan.transformer.named_parameters()}
+    assert kinds["blocks.0.scale_shift_table"] == torch.float32
+    assert kinds["blocks.0.attn1.to_q.weight"] == torch.bfloat16
+    chunk = bundled.next_chunk(Rollout(gpu_rollout.plan_chunks(parts, 1), model))
+    assert chunk.latents.dtype == torch.bfloat16
+    assert torch.isfinite(chunk.latents).all()

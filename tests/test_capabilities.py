@@ -1,0 +1,154 @@
+"""The table of what goes together: its proofs exist, its refusals are refused, its page is new."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake.cli import main
+from longtake.errors import BackendError, RequestError
+from longtake.schedulers.prompts import TimedPrompt
+from longtake.video import capabilities
+from longtake.video.capabilities import COLUMNS, REFUSED_IN_CLIP, TABLE, Cell
+from longtake.video.clip_plan import OTHER_MODE
+from longtake.video.generate import Target, generate
+from longtake.video.options import EngineOptions, Storage
+from longtake.video.request import REQUEST_FIELDS, VideoRequest, request_from_mapping
+
+MakeModel = Callable[..., Path]
+ROOT = Path(__file__).parent.parent
+CELLS = [
+    (feature, column, cell)
+    for feature, cells in TABLE.items()
+    for column, cell in zip(COLUMNS, cells, strict=True)
+]
+PROOFS = sorted({cell.proof for _, _, cell in CELLS if cell.kind != "refused"})
+REFUSED = {(cell.proof, column) for _, column, cell in CELLS if cell.kind == "refused"}
+# what nothing knows yet, under the name it will have
+UNKNOWN = ("parallel", "quantization", "offload", "compile", "guard", "lora")
+IN_HYBRID: dict[str, Any] = {
+    "prompts": (TimedPrompt(1.0, "a blue star"),),
+    "video": "clip.mp4",
+    "strength": 0.5,
+    "window": 6,
+    "sink": 2,
+    "attention": "window",
+    "sampler": "euler",
+}
+
+
+@pytest.mark.parametrize("proof", PROOFS)
+def test_every_proof_is_a_test_that_exists(proof: str) -> None:
+    file, _, name = proof.partition("::")
+    body = ast.parse((ROOT / file).read_text()).body
+    assert name.startswith("test_")
+    assert name in {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_feature_has_a_cell_in_every_column() -> None:
+    assert all(len(cells) == len(COLUMNS) for cells in TABLE.values())
+    assert all(cell.proof and cell.kind in ("exact", "tolerance", "refused") for *_, cell in CELLS)
+
+
+def test_every_refusal_is_tried_below() -> None:
+    # no request can ask for another try at a chunk, so "mode" has nothing to refuse
+    tried = {*UNKNOWN, *REFUSED_IN_CLIP, "backend", "resume", "mode"}
+    assert {proof for proof, _ in REFUSED} <= tried
+    assert {proof for proof, _ in REFUSED} >= {*UNKNOWN, "backend", "resume", "video", "prompts"}
+    assert {column for proof, column in REFUSED if proof in UNKNOWN} == set(COLUMNS)
+
+
+def test_the_table_names_the_fields_that_clip_mode_refuses() -> None:
+    assert set(REFUSED_IN_CLIP) == set(OTHER_MODE) == set(IN_HYBRID)
+    assert set(REFUSED_IN_CLIP) < set(REQUEST_FIELDS)
+
+
+@pytest.mark.parametrize("field", REFUSED_IN_CLIP)
+def test_clip_mode_refuses_what_the_other_mode_knows(tmp_path: Path, field: str) -> None:
+    values = {field: IN_HYBRID[field]}
+    if field == "strength":  # only legal with a video, which is named first
+        values["video"] = IN_HYBRID["video"]
+    request = VideoRequest(prompt="a red ball", mode="clip", num_frames=5, **values)
+    with pytest.raises(RequestError, match="clip mode has no such field; leave it out") as caught:
+        generate(request, Target(tmp_path / "a.mp4"))
+    assert caught.value.field in values
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("field", ["keep", "resume"])
+def test_clip_mode_stores_and_resumes_nothing(
+    tmp_path: Path, make_model: MakeModel, field: str
+) -> None:
+    kept = tmp_path / "kept"
+    request = VideoRequest(prompt="a red ball", mode="clip", num_frames=5, seed=1)
+    if field == "resume":  # latents of the other mode, with a description that says clip
+        hybrid = VideoRequest(prompt="a", model=str(make_model()), num_frames=1)
+        generate(hybrid, Target(tmp_path / "b.mp4"), storage=Storage(keep=kept))
+        told = (kept / "rollout.json").read_text()
+        changed = told.replace(f'"model": "{hybrid.model}"', '"model": "papercut", "mode": "clip"')
+        (kept / "rollout.json").write_text(changed)
+    with pytest.raises(RequestError, match="clip mode has no chunks to store") as caught:
+        generate(
+            request if field == "keep" else None,
+            Target(tmp_path / "a.mp4"),
+            storage=Storage(**{field: kept}),
+        )
+    assert caught.value.field == {"keep": "keep_latents"}.get(field, field)
+    assert not (tmp_path / "a.mp4").exists()
+
+
+@pytest.mark.parametrize("backend", ["flash", "xformers"])
+@pytest.mark.parametrize("column", COLUMNS)
+def test_backends_of_a_gpu_are_refused_on_a_cpu(
+    tmp_path: Path, make_model: MakeModel, column: str, backend: str
+) -> None:
+    assert ("backend", column) in REFUSED
+    mode, _, attention = column.partition(", ")
+    values: dict[str, Any] = {"attention": attention} if attention else {}
+    model = "papercut" if mode == "clip" else str(make_model())
+    request = VideoRequest(prompt="a", mode=mode, model=model, num_frames=1, **values)
+    expected = RequestError if mode == "clip" else BackendError
+    with pytest.raises(expected, match=rf"^backend='?{backend}'?: "):
+        generate(request, Target(tmp_path / "a.mp4"), EngineOptions("cpu", backend=backend))
+    assert not (tmp_path / "a.mp4").exists()
+
+
+@pytest.mark.parametrize("field", UNKNOWN)
+def test_what_is_not_there_is_not_taken_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    with pytest.raises(RequestError, match="no such field; fields: prompt, ") as caught:
+        request_from_mapping({"prompt": "a red ball", field: True})
+    assert caught.value.field == field
+    line = ["generate", "a red ball", "-o", str(tmp_path / "a.mp4"), f"--{field}"]
+    for words in (line, [*line, "1"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 2
+        assert f"unrecognized arguments: --{field}" in capsys.readouterr().err
+    assert not hasattr(EngineOptions(), field)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_is_what_the_code_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "capabilities.md"
+    assert capabilities.main(["--check", str(page)]) == 0, "run `make docs`"
+    assert page.read_text(encoding="utf-8") == capabilities.render()
+    copy = tmp_path / "page.md"
+    assert capabilities.main(["--check", str(copy)]) == 1
+    assert "is out of date" in capsys.readouterr().err
+    assert capabilities.main(["--write", str(copy)]) == 0
+    assert capabilities.main(["--check", str(copy)]) == 0
+
+
+def test_a_cell_says_its_proof_and_its_note() -> None:
+    rows = capabilities.render().splitlines()
+    assert sum(row.startswith("| ") for row in rows) == len(TABLE) + 1
+    (resume,) = (row for row in rows if row.startswith("| stop and resume |"))
+    assert "exact: `test_resume_equals_an_undisturbed_run`" in resume
+    assert "refused: `resume` (a stopped clip keeps nothing)" in resume
+    assert Cell("refused", "mode") == Cell("refused", "mode", "")
