@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench docs format clean
+.PHONY: demo test check wheel bench docs format clean
 
 demo: $(STAMP)
 	$(BIN)/longtake generate "a red ball bouncing over a green meadow" --seconds 5 --seed 7 -o demo.mp4
@@ -13,13 +13,21 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest
 
-check: $(STAMP)
+check: $(STAMP) wheel
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m longtake.video.capabilities --check docs/capabilities.md
 	$(BIN)/pytest
+
+# The installed package, not the clone, must hold the model and run from any folder.
+wheel: $(STAMP)
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m zipfile -e build/wheel/longtake-*.whl build/wheel/unpacked
+	cd / && PYTHONPATH="$(CURDIR)/build/wheel/unpacked" "$(CURDIR)/$(BIN)/python" -m longtake \
+		plan "a red ball" --json > /dev/null
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

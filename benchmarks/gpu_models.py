@@ -78,7 +78,7 @@ TINY = Sizes(
         "text_dim": 16,
         "freq_dim": 32,
         "ffn_dim": 128,
-        "num_layers": 10,
+        "num_layers": 4,
     },
     vae={
         "base_dim": 8,

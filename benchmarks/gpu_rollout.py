@@ -11,6 +11,7 @@ outside the graphs, since they write the KV cache, whose slots change from chunk
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -194,6 +195,7 @@ class Bench:
             text = str(error).strip().splitlines() or [""]
             return f"{type(error).__name__}: {text[0][:160]}"
         finally:
+            gc.collect()  # transformer and processors refer to each other
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
         self._took[case.compiled] = perf_counter() - began
@@ -211,10 +213,11 @@ class Bench:
         try:
             first_s, latents, steady = self._roll_out(model, watches)
         finally:
+            model.wan.session = None
             for watch in watches:
                 watch.remove()
-        chunk_s, denoise_s, decode_s = (median(values) for values in zip(*steady, strict=True))
         cuda = self._device.type == "cuda"
+        chunk_s, denoise_s, decode_s = (median(values) for values in zip(*steady, strict=True))
         return Result(
             fps=self.plan.layout.chunk * self.plan.stride / chunk_s,
             first_chunk_s=first_s,
@@ -233,6 +236,7 @@ class Bench:
         for _ in range(WARM_UP):
             next_chunk(rollout)
         self._idle()
+        model.wan.session = None  # or this rollout's cache would count in the next one's peak
         return perf_counter() - began
 
     def _roll_out(

@@ -68,9 +68,9 @@ def figure(scale: Scale) -> Figure:
     width, height = manifest.size
     method = (
         f"{width}x{height}, {use.latent_frames} latent frames in chunks of {manifest.chunk}, "
-        f"median of {use.repeats} turns; the ratio is the median of the turns' ratios. The engine uses "
-        f"{form} here. Its bits with 1 and with 2 threads are {'the same' if same else 'NOT equal'}"
-        f"; the stream's state takes up to {state:.1f} MiB."
+        f"median of {use.repeats} turns; the ratio is the median of the turns' ratios. The engine "
+        f"uses {form} here. Its bits with 1 and with 2 threads are "
+        f"{'the same' if same else 'NOT the same'}; a stream's state takes {state:.1f} MiB."
     )
     return Figure("VAE decode, stacked against conv3d", rows, method)
 
