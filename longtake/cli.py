@@ -10,7 +10,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,22 +59,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"longtake {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    make = commands.add_parser("generate", help="make a video", description=_generate.__doc__)
+    make = _command(commands, "generate", "make a video", _generate)
     _add_request(make)
     _add_engine(make)
     _add_output(make)
-    make.set_defaults(run=_generate)
 
-    plan = commands.add_parser(
-        "plan", help="show what a request would do", description=_plan.__doc__
-    )
+    plan = _command(commands, "plan", "show what a request would do", _plan)
     _add_request(plan)
     _add_engine(plan)
-    plan.set_defaults(run=_plan)
 
-    sheet = commands.add_parser(
-        "sheet", help="show a video as one picture", description=_sheet.__doc__
-    )
+    sheet = _command(commands, "sheet", "show a video as one picture", _sheet)
     sheet.add_argument("video", type=Path, help="any video file")
     sheet.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .jpg"
@@ -83,11 +77,20 @@ def build_parser() -> argparse.ArgumentParser:
     sheet.add_argument("--rows", type=int, default=1, help="rows (default 1)")
     sheet.add_argument("--width", type=int, default=1200, help="pixels (default 1200)")
     sheet.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    sheet.set_defaults(run=_sheet)
 
-    models = commands.add_parser("models", help="list models", description=_models.__doc__)
+    models = _command(commands, "models", "list models", _models)
     models.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    models.set_defaults(run=_models)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    """A sub-parser described by its function's docstring; flags are never abbreviated."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=run.__doc__, allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
     return parser
 
 

@@ -52,7 +52,6 @@ class ConsoleObserver:
         self.stop_asked = False
 
     def __enter__(self) -> Self:
-        self._progress.start()
         return self
 
     def __exit__(
@@ -68,6 +67,7 @@ class ConsoleObserver:
         for warning in plan.warnings:
             self._console.print(Text(f"warning: {warning}", style="yellow"))
         self._total_frames = plan.num_frames
+        self._progress.start()
         self._task = self._progress.add_task("planning", total=None, detail="")
 
     def on_stage(self, stage: str) -> None:

@@ -64,8 +64,14 @@ class ChunkLayout:
     def capacity(self) -> int:
         """Most latent frames that are in the cache at once, own chunk included."""
         largest = max(self.chunk, self.first_chunk or 0, *self.given, 0)
-        total = self.latent_frames + largest
-        return total if self.window is None else min(max(self.window, largest), total)
+        return self.total if self.window is None else min(max(self.window, largest), self.total)
+
+    @property
+    def total(self) -> int:
+        """Latent frames that are made, those past the video's end included."""
+        first = 0 if self.given else self.first_chunk or 0
+        rest = max(0, self.latent_frames - sum(self.given) - first)
+        return sum(self.given) + first + -(-rest // self.chunk) * self.chunk
 
     def __iter__(self) -> Iterator[ChunkSpec]:
         start = index = 0

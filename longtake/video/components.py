@@ -61,16 +61,8 @@ class CausalModel:
 
     @torch.inference_mode()
     def embed(self, prompt: str) -> torch.Tensor:
-        """Text embedding [tokens, text_dim] of a prompt, unpadded, cleaned as WanPipeline does.
-
-        Raises:
-            RequestError: the prompt has more tokens than the model reads.
-        """
+        """Text embedding [tokens, text_dim] of a prompt, unpadded, cleaned as WanPipeline does."""
         tokens = self.tokenizer(prompt_clean(prompt), return_tensors="pt")
-        count, limit = tokens.input_ids.shape[1], self.manifest.text_length
-        if count > limit:
-            reason = f"has {count} tokens, {self.manifest.name} reads {limit}"
-            raise RequestError("prompt", prompt, reason, f"at most {limit} tokens")
         output = self.text_encoder(
             tokens.input_ids.to(self.device), tokens.attention_mask.to(self.device)
         )
@@ -124,6 +116,18 @@ def load_tokenizer(manifest: Manifest) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers raises whatever the file made it trip over
         raise ModelError(f"model {manifest.name}: tokenizer {folder}: {error}") from error
+
+
+def check_text_length(manifest: Manifest, tokenizer: Any, field: str, prompt: str) -> None:
+    """Refuse a prompt with more tokens than the model reads; nothing is cut silently.
+
+    Raises:
+        RequestError: naming ``field``.
+    """
+    count, limit = len(tokenizer(prompt_clean(prompt)).input_ids), manifest.text_length
+    if count > limit:
+        reason = f"has {count} tokens, {manifest.name} reads {limit}"
+        raise RequestError(field, prompt, reason, f"at most {limit} tokens")
 
 
 def component_folder(manifest: Manifest, component: str) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 from longtake.schedulers.chunks import ChunkSpec
 from longtake.video.shapes import ModelShape
 
+ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ACTIVATION_COPIES = 6  # tensors of one block alive at once: stream, norm, q, k, v, output
 
 

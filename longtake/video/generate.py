@@ -36,6 +36,9 @@ class Target:
     @property
     def receipt(self) -> Path:
         """``ball.json`` beside ``ball.mp4``; ``frames.json`` beside the folder ``frames``."""
+        for field, path in (("output", self.path), ("frames_dir", self.frames_dir)):
+            if path is not None and not path.name:
+                raise OutputError(field, path, "is a folder, or has no name")
         if self.path is not None:
             return self.path.with_suffix(".json")
         if self.frames_dir is not None:
@@ -52,6 +55,8 @@ class Target:
         receipt = self.receipt
         if self.path is not None:
             file_format(self.path, self.format)
+            if self.path == self.frames_dir:
+                raise OutputError("frames_dir", self.frames_dir, "is the video's name too")
             if receipt == self.path:
                 raise OutputError("output", self.path, "is the receipt's name; choose another")
         for path in (p for p in (self.path, self.frames_dir, receipt) if p is not None):

@@ -22,7 +22,6 @@ ALIGNMENT = 64
 # products with one row (the time embedder) depend on the alignment of weights without this
 MKL_MODE = "AVX2,STRICT"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def configure(threads: int | None = None) -> None:
@@ -33,6 +32,8 @@ def configure(threads: int | None = None) -> None:
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("MKL_CBWR", MKL_MODE)
+        # idle threads that spin take the core from the one they wait for on a shared machine
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
@@ -65,6 +66,8 @@ def choose_device(name: str | None) -> torch.device:
         device = None
     if device is None or not there.get(device.type, False):
         raise DeviceError(f"device={name!r}: not available here; usable: {', '.join(usable)}")
+    if device.type != "cuda" and device.index:
+        raise DeviceError(f"device={name!r}: there is one {device.type} device; {device.type}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices")
     return device

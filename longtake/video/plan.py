@@ -14,7 +14,7 @@ from longtake.errors import RequestError
 from longtake.schedulers.chunks import ChunkLayout, ChunkSpec, latent_frames, pixel_frames
 from longtake.schedulers.noise import from_strength
 from longtake.schedulers.prompts import PromptSwitch, resolve_switches
-from longtake.video.cost import Cost, Rates, Workload, estimate
+from longtake.video.cost import ITEM_SIZES, Cost, Rates, Workload, estimate
 from longtake.video.manifest import Manifest
 from longtake.video.request import (
     VideoRequest,
@@ -28,7 +28,7 @@ from longtake.video.shapes import ModelShape
 
 DRAWN_SEED_LIMIT = 2**31
 MAX_LISTED_CHUNKS = 8
-VAE_ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+TOKENS_A_WORD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +182,11 @@ def make_plan(
         size=size,
         steps=len(sigmas) - 1,
         passes=1 if guidance == 1.0 else 2,
-        text_length=manifest.text_length,
+        text_length=text_tokens(request, manifest),
         window=layout.capacity,
         encoded=latent_frames(input_frames, stride) if input_frames else 0,
         itemsize=itemsize,
-        vae_itemsize=VAE_ITEM_SIZES.get(manifest.vae_dtype or "", itemsize),
+        vae_itemsize=ITEM_SIZES.get(manifest.vae_dtype or "", itemsize),
     )
     high, wide = shape.latent_size(size)
     return Plan(
@@ -215,6 +215,11 @@ def make_plan(
         warnings=tuple(notes),
         cost=estimate(shape, layout, work, rates),
     )
+
+
+def text_tokens(request: VideoRequest, manifest: Manifest) -> int:
+    """Keys of cross-attention, for the estimate: the prompt's tokens and one for all padding."""
+    return min(manifest.text_length, TOKENS_A_WORD * len(request.prompt.split()) + 2)
 
 
 def resolve_size(request: VideoRequest, manifest: Manifest, shape: ModelShape) -> tuple[int, int]:
@@ -292,7 +297,7 @@ def _layout(
     largest = max(manifest.chunk, manifest.first_chunk or 0, *given, 0)
     plan_global = request.attention == "global"
     if plan_global:
-        _check_global(request, manifest, latents + largest)
+        _check_global(request)
     window = manifest.window if request.window is None else request.window
     sink = manifest.sink if request.sink is None else request.sink
     if not plan_global and window < sink + largest:
@@ -300,7 +305,7 @@ def _layout(
         reason = f"window={window} must hold sink={sink} and a chunk of {largest} latent frames"
         legal = f"window {sink + largest} or more, or sink {max(0, window - largest)} or less"
         raise RequestError(field, value, reason, legal)
-    return ChunkLayout(
+    layout = ChunkLayout(
         latent_frames=latents,
         chunk=manifest.chunk,
         first_chunk=manifest.first_chunk,
@@ -308,20 +313,28 @@ def _layout(
         window=None if plan_global else window,
         sink=0 if plan_global else sink,
     )
+    if layout.capacity > manifest.max_latent_frames:
+        raise _beyond_positions(layout, manifest, stride)
+    return layout
 
 
-def _check_global(request: VideoRequest, manifest: Manifest, latents: int) -> None:
+def _beyond_positions(layout: ChunkLayout, manifest: Manifest, stride: int) -> RequestError:
+    """A cache with more slots than the rope table has positions."""
+    limit = manifest.max_latent_frames
+    reason = f"{layout.capacity} latent frames exceed this model's {limit} positions"
+    if layout.window is not None:
+        return RequestError("window", layout.window, reason, f"at most {limit}")
+    before = sum(layout.given) or layout.first_chunk or 0
+    longest = pixel_frames(before + (limit - before) // layout.chunk * layout.chunk, stride)
+    legal = f"at most {longest} frames; attention=window has no length limit"
+    return RequestError("attention", "global", reason, legal)
+
+
+def _check_global(request: VideoRequest) -> None:
     for field in ("window", "sink"):
         value = getattr(request, field)
         if value is not None:
             raise RequestError(field, value, "attention=global has none", "attention=window")
-    if latents > manifest.max_latent_frames:
-        raise RequestError(
-            "attention",
-            "global",
-            f"{latents} latent frames exceed this model's {manifest.max_latent_frames} positions",
-            "attention=window has no length limit",
-        )
 
 
 def _split(latents: int, chunk: int) -> tuple[int, ...]:

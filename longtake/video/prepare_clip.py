@@ -13,10 +13,9 @@ from longtake.schedulers.chunks import ChunkSpec, latent_frames
 from longtake.video.clip import clip_rollout, load_pipeline
 from longtake.video.clip_models import read_pipeline
 from longtake.video.clip_plan import ClipPlan, make_clip_plan
-from longtake.video.cost import Workload, estimate
+from longtake.video.cost import ITEM_SIZES, Workload, estimate
 from longtake.video.media import fit_image, read_image
 from longtake.video.numerics import (
-    ITEM_SIZES,
     choose_device,
     choose_dtype,
     fingerprint,
@@ -97,13 +96,17 @@ def plan_clip(
         window=0,
         encoded=1 if plan.from_image else 0,
         itemsize=ITEM_SIZES[dtype],
-        vae_itemsize=ITEM_SIZES[dtype],
+        vae_itemsize=ITEM_SIZES[_vae_dtype(source) or dtype],
         clean_passes=0,
     )
     rates = None
     if probe:
         rates = measured_rates(shape, plan.size, (latents, latents), device=device, dtype=dtype)
     return replace(plan, cost=estimate(shape, [whole], work, rates))
+
+
+def _vae_dtype(source: ModelSource) -> str | None:
+    return source.manifest.vae_dtype if source.manifest is not None else None
 
 
 def _clip_shape(source: ModelSource) -> ModelShape | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from time import perf_counter
 
 from longtake.errors import RequestError, ResumeError
-from longtake.video.components import load_model
+from longtake.video.attention import choose_backend
+from longtake.video.components import check_text_length, load_model, load_tokenizer
+from longtake.video.cost import ITEM_SIZES
 from longtake.video.inputs import Given, encode_given, read_given
 from longtake.video.latents import (
     LatentFolder,
@@ -15,7 +18,7 @@ from longtake.video.latents import (
     rollout_metadata,
 )
 from longtake.video.manifest import Manifest
-from longtake.video.numerics import ITEM_SIZES, choose_device, choose_dtype, fingerprint
+from longtake.video.numerics import choose_device, choose_dtype, fingerprint
 from longtake.video.options import EngineOptions, Observer, Piece, Prepared, Storage
 from longtake.video.plan import Plan, make_plan, resolve_fps, resolve_size
 from longtake.video.probe import measured_rates
@@ -46,9 +49,11 @@ def prepare_hybrid(
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
     manifest = _manifest(source)
+    choose_backend(engine.backend, device)
+    _check_prompts(manifest, plan)
+    if stored is not None and stored.dtype != dtype:
+        raise ResumeError(f"dtype={dtype}: the stored rollout was made in {stored.dtype}")
     model = load_model(manifest, device=device, dtype=dtype, backend=engine.backend)
-    for prompt in (*plan.prompts, plan.negative_prompt):
-        model.embed(prompt)
     marks = fingerprint(device, model.wan.dtype)
     section = engine_section(
         device=device,
@@ -61,7 +66,7 @@ def prepare_hybrid(
         fingerprint=marks,
     )
     if stored is not None:
-        _check_resume(stored, plan, model.hashes, dtype)
+        check_same_model(stored, plan, model.hashes)
         if dict(stored.fingerprint) != marks:
             section["guarantee"] = {"level": "L3", "means": "resumed under other numerics"}
     described = rollout_metadata(
@@ -101,23 +106,28 @@ def plan_hybrid(
         given = read_given(request, size, fps, shape.vae.stride_time)
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
-    rates = None
-    if probe:
-        seen = manifest.window if request.window is None else request.window
-        frames = (manifest.chunk, seen)
-        rates = measured_rates(shape, size, frames, device=device, dtype=dtype)
     texts = [request.prompt, *(t.prompt for t in request.prompts), request.negative_prompt or ""]
     changes = [f"input: {change}" for change in given.notes.get("changes", ())]
+    warnings = (*vocabulary_warnings(manifest, texts), *changes)
+    item = ITEM_SIZES[dtype]
     plan = make_plan(
-        request,
+        request, manifest, shape, inputs=given.inputs, itemsize=item, warnings=warnings
+    )
+    if not probe:
+        return plan, given
+    # only a legal request is worth measuring the machine for
+    frames = (manifest.chunk, plan.layout.capacity)
+    rates = measured_rates(shape, size, frames, device=device, dtype=dtype)
+    timed = make_plan(
+        replace(request, seed=plan.seed),
         manifest,
         shape,
         inputs=given.inputs,
-        itemsize=ITEM_SIZES[dtype],
+        itemsize=item,
         rates=rates,
-        warnings=[*vocabulary_warnings(manifest, texts), *changes],
+        warnings=warnings,
     )
-    return plan, given
+    return replace(timed, request=request), given
 
 
 def _pieces(chunks: Iterator[Chunk], storage: Storage, described: StoredRollout) -> Iterator[Piece]:
@@ -141,12 +151,12 @@ def _pieces(chunks: Iterator[Chunk], storage: Storage, described: StoredRollout)
         yield Piece(chunk.frames.numpy(), entry)
 
 
-def _check_resume(
-    stored: StoredRollout, plan: Plan, weights: Mapping[str, str], dtype: str
-) -> None:
-    check_same_model(stored, plan, weights)
-    if stored.dtype != dtype:
-        raise ResumeError(f"dtype={dtype}: the stored rollout was made in {stored.dtype}")
+def _check_prompts(manifest: Manifest, plan: Plan) -> None:
+    tokenizer = load_tokenizer(manifest)
+    check_text_length(manifest, tokenizer, "prompt", plan.request.prompt)
+    check_text_length(manifest, tokenizer, "negative_prompt", plan.negative_prompt)
+    for switch in plan.switches:
+        check_text_length(manifest, tokenizer, "prompts", switch.prompt)
 
 
 def _manifest(source: ModelSource) -> Manifest:

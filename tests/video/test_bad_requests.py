@@ -150,7 +150,6 @@ def test_a_prompt_longer_than_the_model_reads(refuse: Refuse, make_model: MakeMo
     assert refuse(line, 2, r"prompt=.*has 41 tokens, tiny reads 32; at most 32 tokens") == "prompt"
 
 
-@pytest.mark.xfail(strict=True, reason="prepare_hybrid.py does not tell embed which field it reads")
 @pytest.mark.parametrize(
     ("field", "flags"),
     [

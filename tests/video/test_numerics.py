@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from longtake.errors import DeviceError
+from longtake.video.cost import ITEM_SIZES
 from longtake.video.numerics import (
     ALIGNMENT,
     DTYPES,
-    ITEM_SIZES,
     aligned,
     choose_device,
     choose_dtype,

@@ -206,6 +206,9 @@ def test_the_global_plan_sees_everything(tiny: Manifest) -> None:
     short = replace(tiny, max_latent_frames=8)
     with pytest.raises(RequestError, match="exceed this model's 8 positions"):
         plan_of(short, num_frames=33, attention="global")
+    assert plan_of(short, num_frames=29, attention="global").layout.capacity == 8
+    with pytest.raises(RequestError, match="at most 8"):
+        plan_of(short, num_frames=81, window=9)
 
 
 def test_unknown_words_are_named(bundled: Manifest) -> None:

@@ -82,10 +82,12 @@ def test_requests_do_not_change() -> None:
         VideoRequest(prompt="a").seed = 5  # type: ignore[misc]
 
 
-# the product is exact in decimals, though not in floats: 1.1 * 10 is 11.000000000000002
+# products are exact in decimals, though not in floats: 2.2 * 25 is 55.00000000000001
 DURATIONS: list[tuple[float, float, int, int]] = [
-    (1.1, 10, 1, 11),
-    (0.7, 10, 1, 7),
+    (2.2, 25, 1, 55),
+    (0.28, 25, 1, 7),
+    (8.3, 30, 4, 249),
+    (0.07, 100, 1, 7),
     (0.1 * 3, 10, 1, 4),  # 0.30000000000000004 s is longer than three frames
     (0.3, 10, 1, 3),
     (8.0625, 16, 4, 129),
