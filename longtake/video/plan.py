@@ -48,7 +48,11 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A rollout, fully resolved. Lengths count latent frames unless named otherwise."""
+    """A rollout, fully resolved. Lengths count latent frames unless named otherwise.
+
+    ``itemsize`` and ``vae_itemsize`` are bytes of one weight; ``rates``, this machine's measured
+    speed, only add a time to the estimate.
+    """
 
     request: VideoRequest
     model: str
@@ -73,7 +77,10 @@ class Plan:
     attention: str
     switches: tuple[PromptSwitch, ...]
     warnings: tuple[str, ...]
-    cost: Cost
+    shape: ModelShape
+    itemsize: int
+    vae_itemsize: int
+    rates: Rates | None = None
 
     mode = "hybrid"
 
@@ -96,6 +103,26 @@ class Plan:
     def guided(self) -> bool:
         """True where a second, unconditional forward runs."""
         return self.guidance_scale != 1.0
+
+    @property
+    def text_tokens(self) -> int:
+        """Keys of cross-attention, about: the prompt's tokens and one for all padding."""
+        return min(self.text_length, TOKENS_A_WORD * len(self.request.prompt.split()) + 2)
+
+    @property
+    def cost(self) -> Cost:
+        """Tokens, flops, bytes and, with ``rates``, seconds: added up anew each time."""
+        work = Workload(
+            size=self.size,
+            steps=self.steps,
+            passes=2 if self.guided else 1,
+            text_length=self.text_tokens,
+            window=self.layout.capacity,
+            encoded=latent_frames(self.input_frames, self.stride),
+            itemsize=self.itemsize,
+            vae_itemsize=self.vae_itemsize,
+        )
+        return estimate(self.shape, self.layout, work, self.rates)
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -150,7 +177,6 @@ def make_plan(
     *,
     inputs: Inputs | None = None,
     itemsize: int = 4,
-    rates: Rates | None = None,
     warnings: Iterable[str] = (),
 ) -> Plan:
     """Resolve a request against a model.
@@ -160,7 +186,6 @@ def make_plan(
         manifest, shape: the model.
         inputs: frames of a start image or clip.
         itemsize: bytes of one weight, from the dtype.
-        rates: measured speed, for the time estimate.
         warnings: what is known already, e.g. words outside the vocabulary.
 
     Raises:
@@ -171,24 +196,12 @@ def make_plan(
     fps = resolve_fps(request, manifest)
     stride = shape.vae.stride_time
     num_frames, input_frames = _lengths(request, manifest, inputs, fps, stride)
-    notes = [*warnings, *_length_notes(inputs, input_frames)]
     layout = _layout(request, manifest, inputs, latent_frames(num_frames, stride), stride)
     sigmas = _sigmas(request, manifest)
     switches = resolve_switches(request.prompts, layout, fps, stride)
-    if switches and inputs.kind == "redraw" and request.strength == 0.0:
+    if switches and request.strength == 0.0:
         raise RequestError("strength", 0.0, "redraws nothing, so a prompt timeline has no effect")
     guidance = manifest.guidance_scale if request.guidance_scale is None else request.guidance_scale
-    work = Workload(
-        size=size,
-        steps=len(sigmas) - 1,
-        passes=1 if guidance == 1.0 else 2,
-        text_length=text_tokens(request, manifest),
-        window=layout.capacity,
-        encoded=latent_frames(input_frames, stride) if input_frames else 0,
-        itemsize=itemsize,
-        vae_itemsize=ITEM_SIZES.get(manifest.vae_dtype or "", itemsize),
-    )
-    high, wide = shape.latent_size(size)
     return Plan(
         request=request,
         model=manifest.name,
@@ -199,7 +212,7 @@ def make_plan(
         input_frames=input_frames,
         input_kind=inputs.kind,
         stride=stride,
-        latent_shape=(shape.transformer.in_channels, high, wide),
+        latent_shape=(shape.transformer.in_channels, *shape.latent_size(size)),
         frame_tokens=shape.frame_tokens(size),
         layout=layout,
         sampler=request.sampler or manifest.schedule.sampler,
@@ -212,14 +225,11 @@ def make_plan(
         recache=manifest.recache and bool(switches),
         attention=request.attention or "window",
         switches=switches,
-        warnings=tuple(notes),
-        cost=estimate(shape, layout, work, rates),
+        warnings=(*warnings, *_length_notes(inputs, input_frames)),
+        shape=shape,
+        itemsize=itemsize,
+        vae_itemsize=ITEM_SIZES.get(manifest.vae_dtype or "", itemsize),
     )
-
-
-def text_tokens(request: VideoRequest, manifest: Manifest) -> int:
-    """Keys of cross-attention, for the estimate: the prompt's tokens and one for all padding."""
-    return min(manifest.text_length, TOKENS_A_WORD * len(request.prompt.split()) + 2)
 
 
 def resolve_size(request: VideoRequest, manifest: Manifest, shape: ModelShape) -> tuple[int, int]:

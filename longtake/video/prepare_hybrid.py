@@ -118,16 +118,7 @@ def plan_hybrid(
     # only a legal request is worth measuring the machine for
     frames = (manifest.chunk, plan.layout.capacity)
     rates = measured_rates(shape, size, frames, device=device, dtype=dtype)
-    timed = make_plan(
-        replace(request, seed=plan.seed),
-        manifest,
-        shape,
-        inputs=given.inputs,
-        itemsize=item,
-        rates=rates,
-        warnings=warnings,
-    )
-    return replace(timed, request=request), given
+    return replace(plan, rates=rates), given
 
 
 def _pieces(chunks: Iterator[Chunk], storage: Storage, described: StoredRollout) -> Iterator[Piece]:

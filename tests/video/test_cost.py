@@ -19,7 +19,7 @@ from longtake.video.causal_wan import Session
 from longtake.video.codec import StreamingDecoder, StreamingEncoder
 from longtake.video.components import CausalModel
 from longtake.video.cost import Rates
-from longtake.video.plan import Plan, make_plan, text_tokens
+from longtake.video.plan import Plan, make_plan
 from longtake.video.probe import measured_rates
 from longtake.video.request import VideoRequest
 from longtake.video.shapes import vae_shape
@@ -49,7 +49,7 @@ def model(request: pytest.FixtureRequest) -> CausalModel:
 
 def plan_of(model: CausalModel, rates: Rates | None = None, **fields: Any) -> Plan:
     request = VideoRequest(**{"prompt": "a red ball", "seed": 5, **fields})
-    return make_plan(request, model.manifest, model.shape, rates=rates)
+    return replace(make_plan(request, model.manifest, model.shape), rates=rates)
 
 
 def parameters(module: nn.Module) -> int:
@@ -79,7 +79,7 @@ def test_parameters_are_those_of_the_modules(model: CausalModel) -> None:
 def test_cache_bytes_are_those_of_the_cache(model: CausalModel, guidance: float) -> None:
     plan = plan_of(model, guidance_scale=guidance, num_frames=81)
     cache = model.wan.new_cache(1, plan.layout.capacity, plan.latent_shape[1:])
-    keys = text_tokens(plan.request, model.manifest)
+    keys = plan.text_tokens
     text = model.wan.encode_text([torch.zeros(keys, model.shape.transformer.text_dim)], keys)
     texts = sum(t.nbytes for t in (*text.keys, *text.values))
     assert plan.cost.bytes["kv_cache"] == (cache.nbytes + texts) * (2 if guidance > 1 else 1)
@@ -140,7 +140,7 @@ def test_a_video_costs_the_sum_of_its_chunks(load_tiny: LoadTiny) -> None:
     shape, tokens = model.shape, plan.frame_tokens
     seen = [2, 4, 6, 6, 6]
     assert plan.as_dict()["chunks"]["sees"] == seen
-    text = text_tokens(plan.request, model.manifest)
+    text = plan.text_tokens
     passes = [shape.transformer.forward_flops(2 * tokens, n * tokens, text) for n in seen]
     flops = plan.cost.flops
     assert flops["clean"] == pytest.approx(2 * sum(passes))
