@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -119,10 +120,10 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     )
     text.add_argument("--strength", type=float, help="0 keeps the clip's pictures, 1 none of them")
     how = parser.add_argument_group("how (default: what the model's manifest says)")
-    how.add_argument("--model", default=DEFAULT_MODEL, help="name, folder, manifest file or hub id")
+    how.add_argument("--model", help="name, folder, manifest file or hub id (default: papercut)")
     how.add_argument("--mode", choices=MODES, help="chunk by chunk, or one pass of a pipeline")
     how.add_argument("--steps", type=int, dest="num_inference_steps", help="denoising steps")
-    how.add_argument("--guidance", type=float, dest="guidance_scale", help="1 turns it off")
+    how.add_argument("--guidance", type=float, dest="guidance_scale", help="from 1; 1 turns it off")
     how.add_argument("--flow-shift", type=float, help="shift of the sigma schedule")
     how.add_argument("--sampler", choices=("euler", "lcm"), help="how a step is made")
     how.add_argument("--attention", choices=ATTENTION_PLANS, help="what a chunk sees of the past")
@@ -148,16 +149,19 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--keep-latents", type=Path, metavar="DIR", help="store every finished chunk here"
     )
     output.add_argument(
-        "--resume", type=Path, metavar="DIR", help="go on from chunks stored by --keep-latents"
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="go on from stored chunks; flags left out are as stored",
     )
 
 
 def _generate(args: argparse.Namespace) -> int:
     """Make a video, and a receipt of what ran beside it. Ctrl-C keeps the finished chunks."""
-    request = _request(args)
     if args.output is None and args.frames_dir is None:
         raise RequestError("output", None, "is missing", "-o FILE or --frames-dir DIR")
     engine = _engine(args)
+    request = _request(args)
     from longtake.progress import ConsoleObserver
     from longtake.video.generate import Target, generate
     from longtake.video.options import Storage
@@ -188,10 +192,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     """Show chunks, tokens, flops, memory and time of a request; no weights are loaded."""
-    request = _request(args)
-    if request is None:
-        raise RequestError("prompt", None, "is missing")
     engine = _engine(args)
+    request = _request(args)
     from longtake.progress import print_plan
     from longtake.video.prepare import plan_request
 
@@ -243,14 +245,19 @@ def _models(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _request(args: argparse.Namespace) -> VideoRequest | None:
-    """The request of the flags; None where only ``--resume`` was given."""
-    resume = getattr(args, "resume", None)
-    if args.prompt is None:
-        if resume is not None:
-            return None
-        raise RequestError("prompt", None, "is missing", 'longtake generate "..." -o FILE')
+def _request(args: argparse.Namespace) -> VideoRequest:
+    """The request of the flags; with ``--resume``, prompt and model may be left to the store."""
     values = {name: getattr(args, name) for name in REQUEST_FIELDS if hasattr(args, name)}
+    resume = getattr(args, "resume", None)
+    if resume is not None:
+        from longtake.video.latents import LatentFolder
+
+        stored = LatentFolder(resume).describe().request
+        for name in ("prompt", "model"):
+            values[name] = getattr(stored, name) if values[name] is None else values[name]
+    if values["prompt"] is None:
+        raise RequestError("prompt", None, "is missing", 'longtake generate "..." -o FILE')
+    values["model"] = values["model"] or DEFAULT_MODEL
     values["size"] = None if args.size is None else parse_size(args.size)
     values["prompts"] = tuple(_timed(at, text) for at, text in args.at)
     return VideoRequest(**values)
@@ -292,7 +299,8 @@ def _print_json(data: Any) -> None:
 
 def _fail(error: LongtakeError, *, as_json: bool) -> int:
     if as_json:
-        field = getattr(error, "field", None)
+        named = re.match(r"(\w+)=", str(error))
+        field = getattr(error, "field", named[1] if named else None)
         body = {"type": type(error).__name__, "field": field, "message": str(error)}
         _print_json({"error": body})
     sys.stderr.write(f"longtake: {error}\n")

@@ -1,5 +1,6 @@
-"""Which features go together: one table, enforced by plans and printed into the docs.
+"""Which features go together: one table, checked against behaviour and printed into the docs.
 
+The code refuses by itself; ``tests/test_capabilities.py`` holds this table against what it does.
 A cell is *exact* (with the test that proves it), *tolerance* (with test and figure) or *refused*
 (with the field that the error names). What has no test is refused.
 
@@ -82,6 +83,11 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
         _exact(f"{ROLLOUT}::test_resume_equals_an_undisturbed_run"),
         _exact(f"{ROLLOUT}::test_resume_equals_an_undisturbed_run"),
         _refused("resume", "a stopped clip keeps nothing"),
+    ),
+    "resume of video to video": (
+        _exact("tests/video/test_generate.py::test_a_redraw_resumes"),
+        _exact("tests/video/test_generate.py::test_a_redraw_resumes"),
+        _refused("video"),
     ),
     "redo of a chunk": (
         _exact(f"{ROLLOUT}::test_redo_after_restore"),

@@ -35,7 +35,7 @@ class TextCache:
         keys, values: one [B, S, H, D] tensor a layer.
         bias: [B, 1, 1, S] added to the scores. Padding is zeros without a mask (as Wan was
             trained), so all padding tokens have one and the same key: one of them stands for n,
-            with log(n) added to its score, which is the same sum.
+            with log(n) added to its score: the same sum up to rounding.
     """
 
     keys: tuple[torch.Tensor, ...]
@@ -54,8 +54,8 @@ class Session:
 class CausalWan:
     """A stock transformer with the causal processors installed.
 
-    ``session`` names the rollout whose cache the next forward uses; several rollouts may share one
-    transformer by taking turns.
+    ``session`` names the rollout whose cache a forward uses, while it runs; several rollouts may
+    share one transformer by taking turns.
     """
 
     def __init__(self, transformer: WanTransformer3DModel, backend: str = "auto") -> None:
@@ -134,7 +134,10 @@ class CausalWan:
             batch, 0, self.transformer.config.text_dim, device=self.device, dtype=self.dtype
         )
         hidden = x_BCFhw.to(self.device, self.dtype)
-        (velocity,) = self.transformer(hidden, timestep, no_text, return_dict=False)
+        try:
+            (velocity,) = self.transformer(hidden, timestep, no_text, return_dict=False)
+        finally:
+            self.session = None
         return velocity.float()  # type: ignore[no-any-return]
 
     def _table(self, frames: int, latent_size: tuple[int, int]) -> RopeTable:

@@ -11,10 +11,11 @@ from typing import Any
 
 from longtake.errors import Interrupted, OutputError, RequestError
 from longtake.video.clip_plan import ClipPlan
+from longtake.video.numerics import configure
 from longtake.video.options import EngineOptions, Observer, Prepared, SilentObserver, Storage
 from longtake.video.plan import Plan
 from longtake.video.prepare import prepare, resolve_request
-from longtake.video.receipt import make_receipt, write_receipt
+from longtake.video.receipt import is_receipt, make_receipt, write_receipt
 from longtake.video.request import VideoRequest
 from longtake.video.writer import FRAMES_DIR, Writer, file_format, open_writer
 
@@ -59,10 +60,14 @@ class Target:
                 raise OutputError("frames_dir", self.frames_dir, "is the video's name too")
             if receipt == self.path:
                 raise OutputError("output", self.path, "is the receipt's name; choose another")
-        for path in (p for p in (self.path, self.frames_dir, receipt) if p is not None):
-            _check_folder(path)
-            if path.is_dir() and path != self.frames_dir:
-                raise OutputError("output", path, "is a folder")
+        _check_kept(plan.request, self.path, receipt)
+        named = (("output", self.path), ("frames_dir", self.frames_dir), ("output", receipt))
+        for field, path in named:
+            if path is None:
+                continue
+            _check_folder(field, path)
+            if path.is_dir() and field == "output":
+                raise OutputError(field, path, "is a folder")
         for writer in self.open(plan):
             writer.abort()
 
@@ -120,6 +125,9 @@ def generate(
         LongtakeError: see ``longtake.errors``. Nothing half-written is left behind.
     """
     storage, observer = storage or Storage(), observer or SilentObserver()
+    if storage.target is not None and storage.target in (target.path, target.frames_dir):
+        raise OutputError("keep_latents", storage.target, "is where the video goes")
+    configure()
     resolved = resolve_request(request, storage.resume)
     prepared = prepare(resolved, engine or EngineOptions(), storage, observer, target.check)
     entries, timings = _write_all(prepared, target, observer)
@@ -172,14 +180,24 @@ def _write_all(
     return entries, {**timings, "frames_per_second": frames / total}
 
 
-def _check_folder(path: Path) -> None:
+def _check_kept(request: VideoRequest, path: Path | None, receipt: Path) -> None:
+    """Nothing of the caller's own is overwritten: not the input, not a file that is no receipt."""
+    for name in (request.image, request.video):
+        if name is not None and path is not None and Path(name).resolve() == path.resolve():
+            raise OutputError("output", path, "is the input")
+    if receipt.is_file() and not is_receipt(receipt):
+        reason = "is there and is no receipt of longtake; choose another name for the video"
+        raise OutputError("output", receipt, reason)
+
+
+def _check_folder(field: str, path: Path) -> None:
     """The folder that will hold ``path`` exists and takes a file."""
     folder = path.parent
     if not folder.is_dir():
-        raise OutputError("output", path, f"the folder {folder} does not exist")
+        raise OutputError(field, path, f"the folder {folder} does not exist")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         reason = f"the folder {folder} cannot be written: {error.strerror}"
-        raise OutputError("output", path, reason) from error
+        raise OutputError(field, path, reason) from error

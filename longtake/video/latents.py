@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,33 @@ from safetensors.torch import save
 
 from longtake.errors import OutputError, RequestError, ResumeError
 from longtake.video.plan import Inputs, Plan
-from longtake.video.request import VideoRequest, request_from_mapping, request_to_mapping
+from longtake.video.request import (
+    REQUEST_FIELDS,
+    VideoRequest,
+    request_from_mapping,
+    request_to_mapping,
+)
 from longtake.video.rollout import Chunk
 
 ROLLOUT_NAME = "rollout.json"
 VERSION = 1
-# a longer video goes on from the same latents; all else must be as it was
-MAY_DIFFER = ("seconds", "num_frames")
+# of a plan, what its latents depend on; a longer video goes on from the same ones
+DECIDES = (
+    "seed",
+    "size",
+    "fps",
+    "attention",
+    "window",
+    "sink",
+    "sampler",
+    "sigmas",
+    "guidance_scale",
+    "negative_prompt",
+    "context_noise",
+    "context_noise_added",
+    "recache",
+    "prompts",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +54,19 @@ class StoredRollout:
 
     Attributes:
         request: with the seed that was drawn.
-        inputs: what lay before the rollout.
+        plan: what the latents depend on, from ``decisive``.
+        num_frames: length of the video.
+        inputs: what lay before the rollout; input_hash its SHA-256 where it was a file.
         weights: SHA-256 by file of what made the latents.
         dtype: compute dtype.
         fingerprint: numerics of the machine, by operation.
     """
 
     request: VideoRequest
+    plan: Mapping[str, Any]
+    num_frames: int
     inputs: Inputs
+    input_hash: str | None
     weights: Mapping[str, str]
     dtype: str
     fingerprint: Mapping[str, str]
@@ -78,6 +103,9 @@ class LatentFolder:
         data = {
             "version": VERSION,
             "request": request_to_mapping(stored.request),
+            "plan": dict(stored.plan),
+            "num_frames": stored.num_frames,
+            "input_hash": stored.input_hash,
             "inputs": {
                 "kind": stored.inputs.kind,
                 "frames": stored.inputs.frames,
@@ -103,6 +131,9 @@ class LatentFolder:
             inputs = data["inputs"]
             return StoredRollout(
                 request=request_from_mapping(data["request"]),
+                plan=dict(data["plan"]),
+                num_frames=int(data["num_frames"]),
+                input_hash=data["input_hash"],
                 inputs=Inputs(inputs["kind"], inputs["frames"], tuple(inputs["chunks"])),
                 weights=dict(data["weights"]),
                 dtype=data["dtype"],
@@ -140,6 +171,11 @@ class LatentFolder:
         except (SafetensorError, OSError) as error:
             raise ResumeError(f"resume={path}: the chunk cannot be read: {error}") from error
 
+    def read_before_gap(self) -> Callable[[int], torch.Tensor | None]:
+        """``read`` for the chunks up to the first missing one, None from there on."""
+        count = self.count
+        return lambda index: self.read(index) if index < count else None
+
     def holds(self, index: int) -> bool:
         """True if the chunk is stored."""
         return (self.path / self._name(index)).exists()
@@ -170,21 +206,48 @@ class LatentFolder:
             raise OutputError("keep_latents", target, str(error.strerror)) from error
 
 
-def check_same_request(stored: VideoRequest, asked: VideoRequest) -> None:
-    """A resumed request may name another length and nothing else.
+def decisive(plan: Plan) -> dict[str, Any]:
+    """The part of a plan that its chunks' latents depend on, in JSON form."""
+    data = plan.as_dict()
+    layout = plan.layout
+    return {name: data[name] for name in DECIDES} | {
+        "prompt": plan.request.prompt,
+        "strength": plan.request.strength,
+        "chunk": layout.chunk,
+        "first_chunk": layout.first_chunk,
+        "input": plan.input_kind,
+        "given": list(layout.given),
+    }
+
+
+def merge_request(stored: VideoRequest, asked: VideoRequest | None) -> VideoRequest:
+    """The stored request with what the caller names now; a length replaces a stored length."""
+    if asked is None:
+        return stored
+    changes = {
+        name: getattr(asked, name)
+        for name in REQUEST_FIELDS
+        if getattr(asked, name) not in (None, ())
+    }
+    if "seconds" in changes or "num_frames" in changes:
+        changes = {"seconds": None, "num_frames": None} | changes
+    return replace(stored, **changes)
+
+
+def check_same_plan(stored: StoredRollout, plan: Plan) -> None:
+    """Stored latents go on under the plan that made them; only the length may be another.
 
     Raises:
         ResumeError: names the field, what was stored and what is asked for.
     """
-    before, now = request_to_mapping(stored), request_to_mapping(asked)
-    for field in sorted({*before, *now} - set(MAY_DIFFER)):
-        if field == "seed" and field not in now:
-            continue
-        if before.get(field) != now.get(field):
-            raise ResumeError(
-                f"{field}={now.get(field)!r}: the stored rollout has {before.get(field)!r}; "
-                f"only {' and '.join(MAY_DIFFER)} may differ"
-            )
+    now = json.loads(json.dumps(decisive(plan)))
+    for field, before in stored.plan.items():
+        if now.get(field) != before:
+            raise ResumeError(f"{field}={now.get(field)!r}: the stored rollout has {before!r}")
+    if plan.input_kind == "redraw" and plan.num_frames != stored.num_frames:
+        raise ResumeError(
+            f"num_frames={plan.num_frames}: a redrawn clip keeps its length, {stored.num_frames}"
+        )
 
 
 def check_same_model(stored: StoredRollout, plan: Plan, weights: Mapping[str, str]) -> None:
@@ -204,4 +267,14 @@ def check_same_model(stored: StoredRollout, plan: Plan, weights: Mapping[str, st
 def rollout_metadata(plan: Plan, inputs: Inputs, **ran: Any) -> StoredRollout:
     """What to store beside a plan's chunks: the request with its seed, and what ran."""
     data = {**request_to_mapping(plan.request), "seed": plan.seed}
-    return StoredRollout(request=request_from_mapping(data), inputs=inputs, **ran)
+    for name in ("model", "image", "video"):
+        if name in data and Path(data[name]).exists():
+            # a later run may be started in another folder
+            data[name] = str(Path(data[name]).resolve())
+    return StoredRollout(
+        request=request_from_mapping(data),
+        plan=decisive(plan),
+        num_frames=plan.num_frames,
+        inputs=inputs,
+        **ran,
+    )

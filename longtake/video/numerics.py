@@ -1,7 +1,8 @@
 """Make equal inputs give equal bits, and say when they do.
 
-``configure`` must run before torch first multiplies; ``cli.py`` and engine processes do so. What
-was measured is in docs/architecture.md, "Same bytes".
+The environment is read by torch's libraries when they load, so ``longtake.video`` calls
+``fix_environment`` when it is imported: import it before torch. What was measured is in
+docs/architecture.md, "Same bytes".
 """
 
 from __future__ import annotations
@@ -24,17 +25,26 @@ MKL_MODE = "AVX2,STRICT"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def configure(threads: int | None = None) -> None:
-    """Fix everything that changes results between runs; call it before torch is used.
-
-    Args:
-        threads: CPU threads of one operation; None leaves torch's own choice.
-    """
+def fix_environment() -> None:
+    """Set what torch's libraries read when they load; does nothing if they have loaded."""
     if "torch" not in sys.modules:
         os.environ.setdefault("MKL_CBWR", MKL_MODE)
         # idle threads that spin take the core from the one they wait for on a shared machine
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def numerics_fixed() -> bool:
+    """True if ``fix_environment`` (or the caller) was in time."""
+    return os.environ.get("MKL_CBWR") == MKL_MODE
+
+
+def configure(threads: int | None = None) -> None:
+    """Fix torch's own switches, and the number of threads.
+
+    Args:
+        threads: CPU threads of one operation; None leaves torch's own choice.
+    """
     import torch
 
     if threads is not None:

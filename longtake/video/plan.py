@@ -313,7 +313,9 @@ def _layout(
     if not plan_global and window < sink + largest:
         field, value = ("sink", sink) if request.window is None else ("window", window)
         reason = f"window={window} must hold sink={sink} and a chunk of {largest} latent frames"
-        legal = f"window {sink + largest} or more, or sink {max(0, window - largest)} or less"
+        legal = f"window {sink + largest} or more"
+        if 0 <= window - largest < sink:
+            legal += f", or sink {window - largest} or less"
         raise RequestError(field, value, reason, legal)
     layout = ChunkLayout(
         latent_frames=latents,

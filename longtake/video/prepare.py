@@ -7,12 +7,11 @@ loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from longtake.errors import RequestError
 from longtake.video.clip_plan import ClipPlan
-from longtake.video.latents import LatentFolder, check_same_request
+from longtake.video.latents import LatentFolder, merge_request
 from longtake.video.options import EngineOptions, Observer, Prepared, Storage
 from longtake.video.plan import Plan
 from longtake.video.prepare_clip import plan_clip, prepare_clip
@@ -41,20 +40,12 @@ def plan_request(
 
 
 def resolve_request(request: VideoRequest | None, resume: Path | None) -> VideoRequest:
-    """The request to run: the caller's, the stored one, or both if they agree.
-
-    Raises:
-        ResumeError: they differ in more than length.
-    """
-    if resume is None:
-        if request is None:
-            raise RequestError("prompt", None, "is missing")
-        return request
-    stored = LatentFolder(resume).describe().request
+    """The request to run: the caller's, or the stored one with what the caller names now."""
+    if resume is not None:
+        return merge_request(LatentFolder(resume).describe().request, request)
     if request is None:
-        return stored
-    check_same_request(stored, request)
-    return replace(request, seed=stored.seed)
+        raise RequestError("prompt", None, "is missing")
+    return request
 
 
 def prepare(

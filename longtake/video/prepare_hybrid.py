@@ -10,11 +10,12 @@ from longtake.errors import RequestError, ResumeError
 from longtake.video.attention import choose_backend
 from longtake.video.components import check_text_length, load_model, load_tokenizer
 from longtake.video.cost import ITEM_SIZES
-from longtake.video.inputs import Given, encode_given, read_given
+from longtake.video.inputs import Given, encode_given, input_hash, read_given
 from longtake.video.latents import (
     LatentFolder,
     StoredRollout,
     check_same_model,
+    check_same_plan,
     rollout_metadata,
 )
 from longtake.video.manifest import Manifest
@@ -38,8 +39,11 @@ def prepare_hybrid(
 ) -> Prepared:
     """Everything up to the first chunk; arguments as for ``prepare.prepare``."""
     engine, storage, observer = context
-    stored = LatentFolder(storage.resume).describe() if storage.resume is not None else None
-    plan, given = plan_hybrid(request, source, engine, stored, probe=False)
+    source_folder = LatentFolder(storage.resume) if storage.resume is not None else None
+    stored = source_folder.describe() if source_folder is not None else None
+    plan, given = plan_hybrid(request, source, engine, source_folder, probe=False)
+    if stored is not None:
+        check_same_plan(stored, plan)
     check_target(plan)
     if storage.keep is not None and storage.keep != storage.resume:
         LatentFolder(storage.keep).check_empty()
@@ -70,16 +74,21 @@ def prepare_hybrid(
         if dict(stored.fingerprint) != marks:
             section["guarantee"] = {"level": "L3", "means": "resumed under other numerics"}
     described = rollout_metadata(
-        plan, given.inputs, weights=model.hashes, dtype=dtype, fingerprint=marks
+        plan,
+        given.inputs,
+        input_hash=input_hash(request),
+        weights=model.hashes,
+        dtype=dtype,
+        fingerprint=marks,
     )
-    latents = encode_given(given, model, plan.input_frames)
+    latents = encode_given(given, model, plan, observer.stopping)
     loaded = perf_counter() - began
     observer.on_stage("generating")
     chunks = rollout(
         plan,
         model,
         inputs=latents,
-        stored=LatentFolder(storage.resume).read if storage.resume is not None else (),
+        stored=source_folder.read_before_gap() if source_folder is not None else (),
         stop=observer.stopping,
         on_step=observer.on_step,
     )
@@ -91,7 +100,7 @@ def plan_hybrid(
     request: VideoRequest,
     source: ModelSource,
     engine: EngineOptions,
-    stored: StoredRollout | None,
+    resume: LatentFolder | None,
     *,
     probe: bool,
 ) -> tuple[Plan, Given]:
@@ -99,11 +108,10 @@ def plan_hybrid(
     manifest = _manifest(source)
     shape = read_shape(manifest)
     size, fps = resolve_size(request, manifest, shape), resolve_fps(request, manifest)
-    if stored is not None and stored.inputs.kind in ("image", "continue"):
-        # what the input gave is stored as the first chunks
-        given = Given(stored.inputs, None, None, {"kind": stored.inputs.kind})
-    else:
-        given = read_given(request, size, fps, shape.vae.stride_time)
+    given = _stored_input(request, resume)
+    if given is None:
+        latent_shape = (shape.transformer.in_channels, *shape.latent_size(size))
+        given = read_given(request, size, fps, shape.vae.stride_time, latent_shape)
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
     texts = [request.prompt, *(t.prompt for t in request.prompts), request.negative_prompt or ""]
@@ -119,6 +127,21 @@ def plan_hybrid(
     frames = (manifest.chunk, plan.layout.capacity)
     rates = measured_rates(shape, size, frames, device=device, dtype=dtype)
     return replace(plan, rates=rates), given
+
+
+def _stored_input(request: VideoRequest, resume: LatentFolder | None) -> Given | None:
+    """What an input gave stands in the first stored chunks, if all of those are there."""
+    if resume is None:
+        return None
+    stored = resume.describe()
+    now = input_hash(request)
+    if None not in (now, stored.input_hash) and now != stored.input_hash:
+        field = "image" if request.image is not None else "video"
+        raise ResumeError(f"{field}={request.image or request.video}: is another file by now")
+    whole = resume.count >= len(stored.plan.get("given", ()))
+    if stored.inputs.kind not in ("image", "continue") or not whole:
+        return None
+    return Given(stored.inputs, None, None, {"kind": stored.inputs.kind})
 
 
 def _pieces(chunks: Iterator[Chunk], storage: Storage, described: StoredRollout) -> Iterator[Piece]:

@@ -15,7 +15,7 @@ import torch
 
 from longtake import __version__
 from longtake.errors import OutputError
-from longtake.video.numerics import fingerprint_hash
+from longtake.video.numerics import fingerprint_hash, numerics_fixed
 
 LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "av", "numpy")
 GUARANTEE = {
@@ -31,8 +31,11 @@ def engine_section(
     backend: Mapping[str, str],
     fingerprint: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Device, backends and numerics. A CPU in float32 is L1; elsewhere nothing was proved: L3."""
-    level = "L1" if device.type == "cpu" and dtype == "fp32" else "L3"
+    """Device, backends and numerics.
+
+    A CPU in float32 is L1 if longtake was imported before torch; elsewhere nothing was proved: L3.
+    """
+    level = "L1" if device.type == "cpu" and dtype == "fp32" and numerics_fixed() else "L3"
     return {
         "device": str(device),
         "dtype": dtype,
@@ -100,6 +103,15 @@ def write_receipt(path: Path, receipt: Mapping[str, Any]) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise OutputError("output", path, f"receipt: {error.strerror}") from error
+
+
+def is_receipt(path: Path) -> bool:
+    """True if the file is one that ``write_receipt`` made."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and "longtake" in data
 
 
 def _versions() -> dict[str, str]:

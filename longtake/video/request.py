@@ -109,7 +109,7 @@ class VideoRequest:
         if self.num_inference_steps is not None:
             _check_number("num_inference_steps", self.num_inference_steps, low=1, high=MAX_STEPS)
         if self.guidance_scale is not None:
-            _check_number("guidance_scale", self.guidance_scale, low=0.0, high=100.0)
+            _check_number("guidance_scale", self.guidance_scale, low=1.0, high=100.0)
         if self.flow_shift is not None:
             _check_number("flow_shift", self.flow_shift, low=0.0, high=100.0, above=True)
         if self.window is not None:

@@ -130,6 +130,8 @@ class Rollout:
         spec = self._specs[self._chunk]
         started = perf_counter()
         known = self._known(spec) if stored is None else self._checked(spec, stored)
+        if known is not None and stop is not None and stop():
+            return None
         self._session.cache.begin(spec.past, spec.own)
         if known is None:
             try:
@@ -332,8 +334,6 @@ def rollout(
             latents = stored(index)
         else:
             latents = stored[index] if index < len(stored) else None
-        if latents is not None and stop is not None and stop():
-            return
         chunk = run.make_chunk(latents, stop=stop, on_step=on_step)
         if chunk is None:
             return

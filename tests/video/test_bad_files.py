@@ -60,7 +60,7 @@ INPUTS: list[tuple[str, str, str]] = [
     ("video", "--video short.mp4", r"video=short.mp4: ffmpeg cannot read it"),
     ("video", "--video empty.png", r"video=empty.png: is empty"),
     ("video", "--video folder", r"video=folder: is a folder without rollout.json"),
-    ("video", "--video latents", r"video=latents: holds no stored chunk"),
+    ("video", "--video latents", r"video=latents: is damaged: .*rollout.json"),
     (
         "num_frames",
         "--video clip.mp4 --frames 9",
@@ -103,7 +103,7 @@ TARGETS: list[tuple[str, str, str]] = [
     ("format", "-o out/a.mp4 --format webm", r"format=webm: contradicts the name a.mp4"),
     ("frames_dir", "--frames-dir full", r"frames_dir=full: the folder is not empty"),
     ("frames_dir", "--frames-dir text.mp4", r"frames_dir=text.mp4: is a file, not a folder"),
-    ("output", "--frames-dir none/a", r"output=none/a: the folder none does not exist"),
+    ("frames_dir", "--frames-dir none/a", r"frames_dir=none/a: the folder none does not exist"),
     ("frames_dir", "-o out/a.mp4 --frames-dir full", r"frames_dir=full: the folder is not empty"),
     ("keep_latents", "-o out/a.mp4 --keep-latents full", r"keep_latents=full: .*is not empty"),
     ("keep_latents", "-o out/a.mp4 --keep-latents text.mp4", r"keep_latents=text.mp4: Not a dir"),
@@ -160,17 +160,13 @@ RESUMES: list[tuple[str, str]] = [
     (f"'{BALL}' --model tiny --resume none", r"resume=none: no stored rollout there"),
     (f"'{BALL}' --model tiny --resume tiny", r"resume=tiny: no stored rollout there"),
     ("'a blue star' --model tiny --resume kept", r"prompt='a blue star': .* has 'a red ball'"),
-    (f"'{BALL}' --model other --resume kept", r"model='other': the stored rollout has 'tiny'"),
     (f"'{BALL}' --model tiny --seed 4 --resume kept", r"seed=4: the stored rollout has 3"),
-    (f"'{BALL}' --model tiny --steps 3 --resume kept", r"num_inference_steps=3: .* has None"),
+    (f"'{BALL}' --model tiny --steps 3 --resume kept", r"sigmas=.*: the stored rollout has"),
     (f"'{BALL}' --model tiny --dtype bf16 --resume kept", r"dtype=bf16: .* was made in fp32"),
 ]  # fmt: skip
 
 
-def test_a_resumed_request_may_not_differ(
-    refuse: Refuse, stored: Path, make_model: MakeModel
-) -> None:
-    make_model("other")
+def test_a_resumed_request_may_not_differ(refuse: Refuse, stored: Path) -> None:
     for words, message in RESUMES:
         refuse(f"generate {words} -o out/a.mp4", 2, message)
 
@@ -215,7 +211,7 @@ def test_latents_go_on_with_the_weights_that_made_them(refuse: Refuse, stored: P
     data[-1] ^= 1
     weights.write_bytes(data)
     line = "generate --resume kept -o out/a.mp4"
-    refuse(line, 2, r"model='tiny': its weights are not those that made the latents")
+    refuse(line, 2, r"model='.*tiny': its weights are not those that made the latents")
 
 
 # Runs command lines, one a line of standard input, where there is little space; a limit on the size

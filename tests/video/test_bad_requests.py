@@ -46,8 +46,9 @@ TINY: list[tuple[str, str, str]] = [
     ("num_inference_steps", "--steps 0", r"num_inference_steps=0: is out of range; from 1 to 200"),
     ("num_inference_steps", "--steps -1", r"num_inference_steps=-1: is out of range"),
     ("num_inference_steps", "--steps 1000", r"num_inference_steps=1000: .*; from 1 to 200"),
-    ("guidance_scale", "--guidance nan", r"guidance_scale=nan: is not a finite number; from 0 to"),
-    ("guidance_scale", "--guidance -1", r"guidance_scale=-1.0: is out of range; from 0 to 100"),
+    ("guidance_scale", "--guidance nan", r"guidance_scale=nan: is not a finite number; from 1 to"),
+    ("guidance_scale", "--guidance 0", r"guidance_scale=0.0: is out of range; from 1 to 100"),
+    ("guidance_scale", "--guidance -1", r"guidance_scale=-1.0: is out of range; from 1 to 100"),
     ("flow_shift", "--flow-shift 0", r"flow_shift=0.0: is out of range; above 0 to 100"),
     (
         "negative_prompt",

@@ -15,7 +15,13 @@ from torch import nn
 from transformers import UMT5EncoderModel
 
 from longtake.errors import ModelError, RequestError, WeightsError
-from longtake.video.components import CausalModel, load_model, load_strictly, read_checkpoint
+from longtake.video.components import (
+    CausalModel,
+    check_text_length,
+    load_model,
+    load_strictly,
+    read_checkpoint,
+)
 from longtake.video.manifest import read_manifest
 from longtake.video.numerics import ALIGNMENT, file_hash
 
@@ -128,8 +134,9 @@ def test_embeddings_equal_the_librarys(make_model: MakeModel) -> None:
 def test_a_prompt_may_fill_the_models_length_and_not_more(load_tiny: LoadTiny) -> None:
     model = load_tiny(text_length=4)
     assert model.embed("a red ball").shape == (4, 16)
+    check_text_length(model.manifest, model.tokenizer, "prompt", "a red ball")
     with pytest.raises(RequestError, match="has 5 tokens, tiny reads 4; at most 4 tokens"):
-        model.embed("a big red ball")
+        check_text_length(model.manifest, model.tokenizer, "prompt", "a big red ball")
 
 
 def test_sharded_weights(make_model: MakeModel) -> None:

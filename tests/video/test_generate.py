@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from longtake.errors import Interrupted, ResumeError
+from longtake.errors import Interrupted, MediaError, OutputError, ResumeError
 from longtake.schedulers.prompts import TimedPrompt
 from longtake.video.generate import Result, Target, generate
 from longtake.video.latents import LatentFolder
@@ -141,6 +141,88 @@ def test_resume_refuses_another_request(
     assert not (tmp_path / "b.mp4").exists()
 
 
+def test_resume_takes_what_is_left_out_from_the_store(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    model = make_model()
+    kept = tmp_path / "kept"
+    make(model, tmp_path / "a.mp4", Storage(keep=kept), stop_after=1)
+    plain = VideoRequest(prompt=BALL, model=str(model), seconds=5.0)
+    result = generate(plain, Target(tmp_path / "b.mp4"), storage=Storage(resume=kept))
+    assert result.receipt["seed"] == 5
+    assert [s["prompt"] for s in result.receipt["plan"]["prompts"]] == [STAR]
+
+
+def test_a_redraw_resumes(make_model: MakeModel, tmp_path: Path) -> None:
+    model, kept = make_model(), tmp_path / "kept"
+    make(model, tmp_path / "clip.mp4", prompts=())
+    fields: dict[str, Any] = {"video": str(tmp_path / "clip.mp4"), "strength": 0.5, "prompts": ()}
+    make(model, tmp_path / "whole.mp4", **fields)
+    make(model, tmp_path / "part.mp4", Storage(keep=kept), stop_after=2, **fields)
+    generate(None, Target(tmp_path / "resumed.mp4"), storage=Storage(resume=kept))
+    assert np.array_equal(decoded(tmp_path / "resumed.mp4"), decoded(tmp_path / "whole.mp4"))
+    with pytest.raises(ResumeError, match="keeps its length, 33"):
+        make(model, tmp_path / "x.mp4", Storage(resume=kept), **(fields | {"num_frames": 29}))
+    (tmp_path / "clip.mp4").write_bytes((tmp_path / "part.mp4").read_bytes())
+    with pytest.raises(ResumeError, match="is another file by now"):
+        generate(None, Target(tmp_path / "x.mp4"), storage=Storage(resume=kept))
+
+
+def test_a_run_that_ended_while_its_input_was_committed_resumes(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    model, kept = make_model(), tmp_path / "kept"
+    make(model, tmp_path / "clip.mp4", prompts=(), num_frames=17)
+    fields: dict[str, Any] = {"video": str(tmp_path / "clip.mp4"), "prompts": ()}
+    make(model, tmp_path / "whole.mp4", Storage(keep=kept), **fields)
+    for index in (1, 2, 3, 4):
+        (kept / f"chunk-{index:06d}.safetensors").unlink()
+    generate(None, Target(tmp_path / "resumed.mp4"), storage=Storage(resume=kept))
+    assert np.array_equal(decoded(tmp_path / "resumed.mp4"), decoded(tmp_path / "whole.mp4"))
+
+
+def test_a_changed_manifest_is_noticed(make_model: MakeModel, tmp_path: Path) -> None:
+    model, kept = make_model(), tmp_path / "kept"
+    make(model, tmp_path / "a.mp4", Storage(keep=kept), stop_after=1)
+    manifest = model / "longtake.json"
+    manifest.write_text(manifest.read_text().replace('"sink": 1', '"sink": 0'))
+    with pytest.raises(ResumeError, match="sink=0: the stored rollout has 1"):
+        generate(None, Target(tmp_path / "b.mp4"), storage=Storage(resume=kept))
+
+
+def test_latents_of_another_size_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    model, kept = make_model(), tmp_path / "kept"
+    make(model, tmp_path / "a.mp4", Storage(keep=kept), stop_after=1)
+    with pytest.raises(MediaError, match="holds latents of"):
+        make(model, tmp_path / "b.mp4", video=str(kept), prompts=(), size=(16, 16))
+
+
+def test_the_stop_flag_is_read_where_nothing_is_denoised(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    model = make_model()
+    make(model, tmp_path / "clip.mp4", prompts=())
+    fields: dict[str, Any] = {"video": str(tmp_path / "clip.mp4"), "strength": 0.0, "prompts": ()}
+    with pytest.raises(Interrupted):
+        make(model, tmp_path / "a.mp4", stop_after=0, **fields)
+
+
+def test_nothing_of_the_callers_own_is_overwritten(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model()
+    (tmp_path / "package.json").write_text("{}")
+    with pytest.raises(OutputError, match="no receipt of longtake"):
+        make(model, tmp_path / "package.mp4")
+    make(model, tmp_path / "a.mp4", prompts=())
+    with pytest.raises(OutputError, match="is the input"):
+        make(model, tmp_path / "a.mp4", video=str(tmp_path / "a.mp4"), prompts=(), num_frames=49)
+    with pytest.raises(OutputError, match="keep_latents"):
+        generate(
+            VideoRequest(prompt=BALL, model=str(model)),
+            Target(None, None, tmp_path / "same"),
+            storage=Storage(keep=tmp_path / "same"),
+        )
+
+
 def test_resume_refuses_other_weights(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model()
     kept = tmp_path / "kept"
@@ -235,11 +317,10 @@ def test_stored_latents_can_be_continued_and_redrawn(make_model: MakeModel, tmp_
     make(model, tmp_path / "a.mp4", Storage(keep=kept), prompts=())
     longer = make(model, tmp_path / "b.mp4", video=str(kept), prompts=(), num_frames=49)
     assert longer.frames == 49
-    make(model, tmp_path / "whole.mp4", prompts=(), num_frames=49)
-    # the same chunks, so the same video, as far as the stored part reaches
-    assert np.array_equal(decoded(tmp_path / "b.mp4"), decoded(tmp_path / "whole.mp4"))
+    assert longer.receipt["plan"]["input"] == {"kind": "continue", "frames": 33}
+    assert np.array_equal(decoded(tmp_path / "b.mp4")[:33], decoded(tmp_path / "a.mp4"))
     redrawn = make(
-        model, tmp_path / "c.mp4", video=str(kept), strength=0.0, prompts=(), num_frames=33
+        model, tmp_path / "c.mp4", video=str(kept), strength=0.0, prompts=(), num_frames=None
     )
     assert redrawn.frames == 33
     assert np.array_equal(decoded(tmp_path / "c.mp4"), decoded(tmp_path / "a.mp4"))

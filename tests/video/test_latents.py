@@ -19,7 +19,8 @@ from longtake.video.latents import (
     LatentFolder,
     StoredRollout,
     check_same_model,
-    check_same_request,
+    check_same_plan,
+    merge_request,
     rollout_metadata,
 )
 from longtake.video.manifest import Manifest
@@ -42,7 +43,16 @@ def chunk(index: int, latents: torch.Tensor | None = None) -> Chunk:
 
 def rollout(**fields: Any) -> StoredRollout:
     request = VideoRequest(**{"prompt": "a red ball \N{SNOWMAN}", "seed": 7, **fields})
-    return StoredRollout(request, Inputs("continue", 9, (2, 1)), WEIGHTS, "fp32", {"matmul": "ab"})
+    return StoredRollout(
+        request=request,
+        plan={"seed": 7, "sigmas": [1.0, 0.0]},
+        num_frames=81,
+        inputs=Inputs("continue", 9, (2, 1)),
+        input_hash="cd",
+        weights=WEIGHTS,
+        dtype="fp32",
+        fingerprint={"matmul": "ab"},
+    )
 
 
 def plan(**fields: Any) -> Plan:
@@ -101,7 +111,9 @@ def test_the_description_comes_back(tmp_path: Path) -> None:
 
 def test_a_plan_is_stored_with_the_seed_that_was_drawn() -> None:
     made = plan()
-    stored = rollout_metadata(made, Inputs(), weights={}, dtype="fp32", fingerprint={})
+    stored = rollout_metadata(
+        made, Inputs(), input_hash=None, weights={}, dtype="fp32", fingerprint={}
+    )
     assert stored.request == replace(made.request, seed=made.seed)
 
 
@@ -176,27 +188,39 @@ def test_descriptions_of_another_version_are_refused(tmp_path: Path) -> None:
         folder.describe()
 
 
-def test_only_the_length_may_differ() -> None:
-    stored = VideoRequest(prompt="a", seed=7, num_frames=33, size=(32, 16))
-    for legal in (
-        replace(stored, num_frames=65),
-        replace(stored, num_frames=None, seconds=9.0),
-        replace(stored, num_frames=None, seed=None),
-    ):
-        check_same_request(stored, legal)
-    others: list[tuple[str, Any]] = [
-        ("prompt", "b"),
-        ("seed", 8),
-        ("size", (64, 16)),
-        ("window", 8),
-        ("guidance_scale", 2.0),
-        ("prompts", (TimedPrompt(1.0, "b"),)),
-        ("model", "other"),
-        ("image", "a.png"),
-    ]
-    for field, value in others:
-        with pytest.raises(ResumeError, match=rf"^{field}=.*the stored rollout has .*may differ$"):
-            check_same_request(stored, replace(stored, **{field: value}))
+def test_what_a_caller_names_replaces_what_is_stored() -> None:
+    stored = VideoRequest(prompt="a", seed=7, seconds=2.0, model="m")
+    assert merge_request(stored, None) is stored
+    asked = VideoRequest(prompt="a", model="m", num_frames=33, window=8)
+    assert merge_request(stored, asked) == replace(stored, seconds=None, num_frames=33, window=8)
+
+
+def described(made: Plan) -> StoredRollout:
+    ran: dict[str, Any] = {"weights": {}, "dtype": "fp32", "fingerprint": {}}
+    return rollout_metadata(made, Inputs(), input_hash=None, **ran)
+
+
+def test_only_the_length_may_be_another() -> None:
+    stored = described(plan(seed=7, num_frames=33))
+    check_same_plan(stored, plan(seed=7, num_frames=81))
+    check_same_plan(stored, plan(seed=7, seconds=9.0, guidance_scale=3.0, size=(128, 80)))
+    others: dict[str, Any] = {
+        "seed": 8,
+        "window": 8,
+        "sink": 1,
+        "guidance_scale": 2.0,
+        "num_inference_steps": 3,
+        "flow_shift": 2.0,
+        "sampler": "lcm",
+        "attention": "global",
+        "negative_prompt": "b",
+        "prompts": (TimedPrompt(1.0, "b"),),
+    }
+    fields = {"num_inference_steps": "sigmas", "flow_shift": "sigmas"}
+    for name, value in others.items():
+        changed = plan(**({"seed": 7, "num_frames": 33} | {name: value}))
+        with pytest.raises(ResumeError, match=rf"^{fields.get(name, name)}=.*the stored rollout"):
+            check_same_plan(stored, changed)
 
 
 def test_weights_are_compared_by_content() -> None:

@@ -68,7 +68,7 @@ def test_size_as_text_or_pair(size: Any) -> None:
 def test_limits_are_legal() -> None:
     VideoRequest(prompt="a" * 8000, seconds=86_400, seed=0, strength=0.0, video="a", sink=0)
     VideoRequest(prompt="a", num_frames=1, seed=2**63 - 1, strength=1.0, video="a")
-    VideoRequest(prompt="a", negative_prompt="", guidance_scale=0, num_inference_steps=200)
+    VideoRequest(prompt="a", negative_prompt="", guidance_scale=1, num_inference_steps=200)
     VideoRequest(prompt="a", fps=1e-3, size=(8192, 1), window=1_000_000, flow_shift=100)
 
 
