@@ -59,16 +59,12 @@ def prepare_hybrid(
         raise ResumeError(f"dtype={dtype}: the stored rollout was made in {stored.dtype}")
     model = load_model(manifest, device=device, dtype=dtype, backend=engine.backend)
     marks = fingerprint(device, model.wan.dtype)
-    section = engine_section(
-        device=device,
-        dtype=dtype,
-        backend={
-            "self_attention": model.wan.backend,
-            "cross_attention": "sdpa",
-            "vae_convolutions": model.vae_form,
-        },
-        fingerprint=marks,
-    )
+    backend = {
+        "self_attention": model.wan.backend,
+        "cross_attention": "sdpa",
+        "vae_convolutions": model.vae_form,
+    }
+    section = engine_section(device=device, dtype=dtype, backend=backend, fingerprint=marks)
     if stored is not None:
         check_same_model(stored, plan, model.hashes)
         if dict(stored.fingerprint) != marks:

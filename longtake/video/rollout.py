@@ -105,11 +105,6 @@ class Rollout:
         """True after the last chunk."""
         return self._chunk >= len(self._specs)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the KV cache."""
-        return self._session.cache.nbytes
-
     def make_chunk(
         self,
         stored: torch.Tensor | None = None,
