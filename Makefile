@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check wheel bench docs format clean
+.PHONY: demo test check wheel bench eval docs format clean
 
 demo: $(STAMP)
 	$(BIN)/longtake generate "a red ball bouncing over a green meadow" --seconds 5 --seed 7 -o demo.mp4
@@ -31,6 +31,10 @@ wheel: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# Quality of the bundled model; QUICK=1 makes 24 videos in place of 120.
+eval: $(STAMP)
+	@$(BIN)/python -m training.papercut.evaluate $(if $(QUICK),--quick)
 
 docs: $(STAMP)
 	$(BIN)/python -m longtake.video.capabilities --write docs/capabilities.md

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
 
 from training.papercut import data
 from training.papercut.batches import CONTEXT_NOISE
 from training.papercut.causal import CHUNK, SINK, WINDOW, make_transformer
 from training.papercut.distributed import log_to_stderr
 from training.papercut.places import work_folder
-from training.papercut.sample import load_checkpoint
-from training.papercut.text import TEXT_LENGTH
+from training.papercut.text import TEXT_LENGTH, make_encoder, make_tokenizer
 
 LOG = logging.getLogger(__name__)
 PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
@@ -55,22 +54,24 @@ def manifest(steps: int, shift: float, guidance: float) -> dict[str, Any]:
 
 def export(folder: Path, target: Path, values: dict[str, Any]) -> int:
     """Write the folders; returns their size in bytes."""
-    parts = load_checkpoint(folder)
     weights = torch.load(folder / "transformer.pt", map_location="cpu")
-    transformer = make_transformer()
+    tokenizer = make_tokenizer()
+    encoder, transformer = make_encoder(len(tokenizer)).eval(), make_transformer()
+    encoder.load_state_dict(weights["encoder"])
     transformer.load_state_dict(weights["model"])
+    vae = AutoencoderKLWan.from_pretrained(folder / "vae")
     scheduler = FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000, shift=values["schedule"]["shift"]
     )
     pipeline = WanPipeline(
-        tokenizer=parts.tokenizer,
-        text_encoder=parts.encoder,
-        vae=parts.vae,
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=vae,
         transformer=transformer,
         scheduler=scheduler,
     )
     shutil.rmtree(target, ignore_errors=True)
-    for part in (parts.encoder, parts.vae, transformer):
+    for part in (encoder, vae, transformer):
         part.half()
     pipeline.save_pretrained(target)
     (target / "longtake.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

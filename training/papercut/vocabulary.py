@@ -23,16 +23,17 @@ COLOURS = {
     "blue": (40, 84, 226),
     "purple": (156, 48, 190),
 }
+# Plain, and with the words that people add: a colour in a place must not tint the subject.
 PLACES = {
-    "meadow": "over a meadow",
-    "night": "over hills at night",
-    "sea": "on the sea",
-    "desert": "in the desert",
-    "snow": "in the snow",
+    "meadow": ("over a meadow", "over a green meadow"),
+    "night": ("over hills at night", "over dark hills at night"),
+    "sea": ("on the sea", "on the blue sea"),
+    "desert": ("in the desert", "in the desert at sunset"),
+    "snow": ("in the snow", "in the white snow"),
 }
 GRAMMAR_WORDS = ("a", "an", "the", "video", "of", "and", ",", ".")
 HELDOUT_SHARE = 0.08
-CAPTION_FORMS = 4
+CAPTION_FORMS = 8
 _HASH_STEP = 2654435761  # Knuth's multiplicative hash: spreads the combinations evenly
 
 
@@ -67,22 +68,26 @@ def combinations() -> list[Combination]:
 
 
 def caption(scene: Combination, form: int = 0) -> str:
-    """The prompt that asks for a combination, in one of ``CAPTION_FORMS`` wordings."""
+    """The prompt that asks for a combination, in one of ``CAPTION_FORMS`` wordings.
+
+    The first four name the place plainly, the others with an adjective.
+    """
     article = "an" if scene.colour[0] in "aeiou" else "a"
     thing = f"{scene.colour} {scene.subject}"
-    motion, place = MOTIONS[scene.motion], PLACES[scene.place]
+    motion, place = MOTIONS[scene.motion], PLACES[scene.place][form // 4]
     forms = (
         f"{article} {thing} {motion} {place}",
         f"{thing} {motion} {place}",
         f"{place}, {article} {thing} {motion}",
         f"a video of {article} {thing}, {motion}, {place}",
     )
-    return forms[form]
+    return forms[form % 4]
 
 
 def words() -> list[str]:
     """Every word the tokenizer knows, sorted."""
-    phrases = (*COLOURS, *SUBJECTS, *MOTIONS.values(), *PLACES.values(), *GRAMMAR_WORDS)
+    places = (phrase for both in PLACES.values() for phrase in both)
+    phrases = (*COLOURS, *SUBJECTS, *MOTIONS.values(), *places, *GRAMMAR_WORDS)
     return sorted({word for phrase in phrases for word in phrase.split()})
 
 
