@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import length, memory, overhead, speed, vae_decode
+from benchmarks import attention, length, memory, overhead, parallel, speed, vae_decode
 from benchmarks.report import run
 
 if __name__ == "__main__":
@@ -16,7 +16,9 @@ if __name__ == "__main__":
                 "memory": memory.figure,
                 "length": length.figure,
                 "speed": speed.figure,
+                "parallel": parallel.figure,
                 "vae_decode": vae_decode.figure,
+                "attention": attention.figure,
             },
         )
     )

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from longtake import __version__
 from longtake.errors import LongtakeError, RequestError
 from longtake.schedulers.prompts import TimedPrompt
+from longtake.service_cli import add_commands as add_service_commands
 from longtake.video.manifest import DEFAULT_MODEL
 from longtake.video.request import (
-    ATTENTION_PLANS,
     MODES,
     REQUEST_FIELDS,
     VideoRequest,
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 DONE, USAGE, INTERRUPTED = 0, 2, 130
 DTYPES = ("auto", "fp32", "bf16", "fp16")
-BACKENDS = ("auto", "sdpa", "flash", "xformers")
+BACKENDS = ("auto", "sdpa", "flash", "xformers", "flex")
+KV_STORAGE = ("bf16", "fp16", "int8")
 FORMATS = ("mp4", "webm", "gif", "png")
 
 
@@ -81,6 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     models = _command(commands, "models", "list models", _models)
     models.add_argument("--json", action="store_true", help="one JSON document on standard output")
+
+    add_service_commands(commands, _command)
     return parser
 
 
@@ -126,7 +129,12 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--guidance", type=float, dest="guidance_scale", help="from 1; 1 turns it off")
     how.add_argument("--flow-shift", type=float, help="shift of the sigma schedule")
     how.add_argument("--sampler", choices=("euler", "lcm"), help="how a step is made")
-    how.add_argument("--attention", choices=ATTENTION_PLANS, help="what a chunk sees of the past")
+    how.add_argument(
+        "--attention",
+        metavar="PLAN",
+        help="what a chunk sees of the past: window, global, chunked[:TOKENS], topk:AMOUNT or "
+        "radial[:FRAMES]",
+    )
     how.add_argument("--window", type=int, help="latent frames seen, sink and own chunk included")
     how.add_argument("--sink", type=int, help="first latent frames, never forgotten")
 
@@ -136,7 +144,16 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the best there is)")
     engine.add_argument("--dtype", choices=DTYPES, default="auto", help="compute precision")
     engine.add_argument("--backend", choices=BACKENDS, default="auto", help="self-attention")
-    engine.add_argument("--threads", type=int, help="CPU threads")
+    engine.add_argument(
+        "--kv-cache", choices=KV_STORAGE, help="store the past in less than is computed"
+    )
+    engine.add_argument("--threads", type=int, help="CPU threads (of each rank)")
+    engine.add_argument(
+        "--parallel",
+        metavar="LAYOUT",
+        help="one video on several GPUs or CPU processes: auto, or ulysses=N, ring=N, cfg=2 "
+        "joined by commas",
+    )
     engine.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
 
@@ -163,20 +180,28 @@ def _generate(args: argparse.Namespace) -> int:
     engine = _engine(args)
     request = _request(args)
     from longtake.progress import ConsoleObserver
-    from longtake.video.generate import Target, generate
+    from longtake.video.generate import Result, Target, generate
     from longtake.video.options import Storage
 
     observer = ConsoleObserver()
+    target = Target(args.output, args.format, args.frames_dir)
+    storage = Storage(args.keep_latents, args.resume)
+
+    def run(request: VideoRequest, engine: EngineOptions) -> Result:
+        with observer:
+            return generate(request, target, engine, storage=storage, observer=observer)
+
     before = signal.signal(signal.SIGINT, _stopper(observer))
     try:
-        with observer:
-            result = generate(
-                request,
-                Target(args.output, args.format, args.frames_dir),
-                engine,
-                storage=Storage(args.keep_latents, args.resume),
-                observer=observer,
-            )
+        if engine.parallel is None:
+            result = run(request, engine)
+        else:
+            from longtake.video.parallel_launch import run_parallel
+
+            led = run_parallel(request, engine, storage, args.threads, run)
+            if led is None:
+                return DONE  # another rank of torchrun's reports
+            result = led
     finally:
         signal.signal(signal.SIGINT, before)
     if args.json:
@@ -279,7 +304,9 @@ def _engine(args: argparse.Namespace) -> EngineOptions:
     configure(args.threads)
     from longtake.video.options import EngineOptions
 
-    return EngineOptions(args.device, args.dtype, args.backend)
+    return EngineOptions(
+        args.device, args.dtype, args.backend, args.parallel, kv_cache=args.kv_cache
+    )
 
 
 def _stopper(observer: Any) -> Any:

@@ -2,7 +2,8 @@
 
     LongtakeError                 exit code
     ├── RequestError              2    a field holds a value that is not legal; names legal ones
-    │   └── MediaError            2    an input file cannot be read as what it should be
+    │   ├── MediaError            2    an input file cannot be read as what it should be
+    │   └── TooLargeError         2    more bytes, items or pixels than are taken (HTTP 413)
     ├── OutputError               2    the output cannot be written where it was asked for
     ├── ResumeError               2    stored latents do not fit the request
     ├── ModelError                3    a model, its manifest or one of its components is not usable
@@ -10,6 +11,13 @@
     ├── DeviceError               3    the device or dtype asked for is not there
     ├── BackendError              3    the attention backend asked for is missing or unable
     ├── StateError                3    a snapshot was restored after its state had been overwritten
+    ├── ParallelError             3    ranks do not agree, or one of them is gone
+    ├── DecodeMemoryError         3    VAE decode ran out of memory; the chunk's latents are whole
+    ├── NotFoundError             2    no such video, batch, key or webhook, or it is another's
+    ├── ConflictError             2    the job's state does not allow what was asked
+    ├── LimitError                3    a quota or rate is used up; says when to come again
+    ├── ServiceError              3    the service cannot start, or does not take work just now
+    ├── LeaseLostError            3    another worker has the job by now; what was made is discarded
     └── Interrupted               130  a stop was asked for before anything was finished
 
 Nothing here imports more than the standard library, so every package may import it.
@@ -62,6 +70,10 @@ class MediaError(RequestError):
         return str(value)
 
 
+class TooLargeError(RequestError):
+    """An upload or a body holds more bytes or items than a setting takes."""
+
+
 class OutputError(LongtakeError):
     """A target cannot be written: read-only, no space, wrong kind of file."""
 
@@ -110,6 +122,60 @@ class BackendError(LongtakeError):
 
 class StateError(LongtakeError):
     """A snapshot can no longer be restored."""
+
+
+class ParallelError(LongtakeError):
+    """The ranks of one video do not agree on what to do, or one of them is gone."""
+
+
+class DecodeMemoryError(LongtakeError):
+    """VAE decode ran out of memory; the latents of ``chunk`` are whole."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(f"out of memory in VAE decode of chunk {chunk}")
+        self.chunk = chunk
+
+
+class NotFoundError(LongtakeError):
+    """Nothing of that kind and id belongs to the caller."""
+
+    exit_code = 2
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(f"no {kind} {name!r}")
+        self.kind = kind
+        self.name = name
+
+
+class ConflictError(LongtakeError):
+    """The state of a job does not allow what was asked; ``code`` names why, for programs."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, code: str = "conflict") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class LimitError(LongtakeError):
+    """A quota, a queue bound or a rate is used up."""
+
+    def __init__(self, message: str, code: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class ServiceError(LongtakeError):
+    """The service cannot start, or takes no work just now (draining, disk full)."""
+
+    def __init__(self, message: str, retry_after_s: int = 30) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class LeaseLostError(LongtakeError):
+    """A write under an old fence was refused: the job belongs to another attempt by now."""
 
 
 class Interrupted(LongtakeError):

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 # parts of a plan that have a line or a table of their own, or are for machines
 SHOWN_APART = frozenset(
-    ["request", "cost", "warnings", "chunks", "prompts", "sigmas", "input", "seconds", "arguments"]
+    [
+        *("request", "cost", "warnings", "chunks", "prompts", "sigmas", "input", "seconds"),
+        *("arguments", "attention_plan"),
+    ]
 )
 UNITS = ("", "k", "M", "G", "T", "P", "E")
 
@@ -76,6 +79,9 @@ class ConsoleObserver:
         if self._task is not None:
             self._progress.update(self._task, description=stage)
 
+    def on_start(self, event: StepEvent) -> None:
+        """Nothing: the bar moves when a step is done."""
+
     def on_step(self, event: StepEvent) -> None:
         """Move the bar by one denoising step."""
         if self._task is None:
@@ -90,6 +96,9 @@ class ConsoleObserver:
             completed=event.chunk * event.steps + event.step,
             detail=detail,
         )
+
+    def on_latents(self, chunk: int, *, stored: bool) -> None:
+        """Nothing: a chunk counts when its frames are written."""
 
     def on_chunk(self, frames: int) -> None:
         """Count finished frames."""

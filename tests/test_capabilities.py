@@ -29,14 +29,12 @@ CELLS = [
 PROOFS = sorted({cell.proof for _, _, cell in CELLS if cell.kind != "refused"})
 REFUSED = {(cell.proof, column) for _, column, cell in CELLS if cell.kind == "refused"}
 # what nothing knows yet, under the name it will have
-UNKNOWN = ("parallel", "quantization", "offload", "compile", "guard", "lora")
+UNKNOWN = ("quantization", "offload", "compile", "guard", "lora")
 IN_HYBRID: dict[str, Any] = {
     "prompts": (TimedPrompt(1.0, "a blue star"),),
     "video": "clip.mp4",
     "strength": 0.5,
-    "window": 6,
     "sink": 2,
-    "attention": "window",
     "sampler": "euler",
 }
 
@@ -56,7 +54,9 @@ def test_every_feature_has_a_cell_in_every_column() -> None:
 
 def test_every_refusal_is_tried_below() -> None:
     # no request can ask for another try at a chunk, so "mode" has nothing to refuse
-    tried = {*UNKNOWN, *REFUSED_IN_CLIP, "backend", "resume", "mode"}
+    # ranks are refused by name in tests/video/test_parallel_generate.py
+    tried = {*UNKNOWN, *REFUSED_IN_CLIP, "attention", "backend", "kv_cache", "resume", "mode"}
+    tried |= {"parallel"}
     assert {proof for proof, _ in REFUSED} <= tried
     assert {proof for proof, _ in REFUSED} >= {*UNKNOWN, "backend", "resume", "video", "prompts"}
     assert {column for proof, column in REFUSED if proof in UNKNOWN} == set(COLUMNS)
@@ -76,6 +76,16 @@ def test_clip_mode_refuses_what_the_other_mode_knows(tmp_path: Path, field: str)
     with pytest.raises(RequestError, match="clip mode has no such field; leave it out") as caught:
         generate(request, Target(tmp_path / "a.mp4"))
     assert caught.value.field in values
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("attention", ["topk:2", "radial:2", "global", "chunked:9,steps:0=full"])
+def test_a_clip_refuses_readings_of_a_cache(tmp_path: Path, attention: str) -> None:
+    assert ("attention", "clip") in REFUSED
+    request = VideoRequest(prompt="a red ball", mode="clip", num_frames=5, attention=attention)
+    with pytest.raises(RequestError, match="a clip is not read so") as caught:
+        generate(request, Target(tmp_path / "a.mp4"))
+    assert caught.value.field == "attention"
     assert list(tmp_path.iterdir()) == []
 
 

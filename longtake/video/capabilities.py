@@ -21,8 +21,15 @@ Kind = Literal["exact", "tolerance", "refused"]
 TESTS = "tests/video"
 COLUMNS = ("hybrid, window", "hybrid, global", "clip")
 CAUSAL = f"{TESTS}/test_causal_wan.py::test_cached_rollout_equals_full_recompute"
+READER = f"{TESTS}/test_attention_reader.py"
+CLIP_READS = f"{TESTS}/test_clip_attention.py"
+COMPACT = f"{TESTS}/test_kv_compact.py"
+STORED_LESS = "latents of 7 chunks within 5 %, 1 % and 10 % rms"
+EXACT_PLANS = f"{READER}::test_rollouts_of_exact_plans_are_the_same_video"
 ROLLOUT = f"{TESTS}/test_rollout.py"
 CLIP = f"{TESTS}/test_clip.py"
+RANKS = f"{TESTS}/test_parallel.py::test_every_layout_makes_the_video_of_one_rank"
+NO_CLIP = "on a CPU; on CUDA the code is there and was not run"
 REQUESTS = f"{TESTS}/test_bad_requests.py"
 
 
@@ -37,6 +44,10 @@ class Cell:
 
 def _exact(test: str, note: str = "") -> Cell:
     return Cell("exact", test, note)
+
+
+def _tolerance(test: str, figure: str) -> Cell:
+    return Cell("tolerance", test, figure)
 
 
 def _refused(field: str, note: str = "") -> Cell:
@@ -94,6 +105,41 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
         _exact(f"{ROLLOUT}::test_redo_after_restore"),
         _refused("mode", "one chunk"),
     ),
+    "attention read in chunks": (
+        _exact(EXACT_PLANS),
+        _exact(EXACT_PLANS),
+        _exact(f"{CLIP_READS}::test_a_clip_read_in_chunks_is_the_same", "Wan; others refuse"),
+    ),
+    "attention to a window": (
+        _exact(CAUSAL),
+        _exact(f"{READER}::test_a_window_reads_the_sink_and_the_newest"),
+        _exact(f"{CLIP_READS}::test_a_token_gets_the_weighted_mean_of_its_windows", "overlapping"),
+    ),
+    "attention to ranked frames (topk)": (
+        _exact(f"{READER}::test_each_head_reads_its_best_frames", "of the frames it keeps"),
+        _exact(f"{READER}::test_each_head_reads_its_best_frames", "of the frames it keeps"),
+        _refused("attention"),
+    ),
+    "radial attention": (
+        _exact(f"{READER}::test_a_radial_reading_reads_its_bands", "of the keys it keeps"),
+        _exact(f"{READER}::test_a_radial_reading_reads_its_bands", "of the keys it keeps"),
+        _refused("attention"),
+    ),
+    "another reading in some layers or steps": (
+        _exact(f"{READER}::test_layers_and_steps_read_what_the_plan_says"),
+        _exact(f"{READER}::test_layers_and_steps_read_what_the_plan_says"),
+        _refused("attention"),
+    ),
+    "KV cache stored in bf16, fp16 or int8": (
+        _tolerance(f"{COMPACT}::test_a_rollout_over_a_stored_past_stays_close", STORED_LESS),
+        _tolerance(f"{COMPACT}::test_a_rollout_over_a_stored_past_stays_close", STORED_LESS),
+        _refused("kv_cache", "no cache"),
+    ),
+    "attention backend flex": (
+        _exact(f"{TESTS}/test_attention.py::test_every_exact_way_equals_sdpa"),
+        _exact(f"{TESTS}/test_attention.py::test_every_exact_way_equals_sdpa"),
+        _refused("backend"),
+    ),
     "attention backend flash": (
         _refused("backend", "on a CPU; on CUDA the code is there and was not run"),
         _refused("backend", "on a CPU; on CUDA the code is there and was not run"),
@@ -104,7 +150,30 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
         _refused("backend", "on a CPU; on CUDA the code is there and was not run"),
         _refused("backend"),
     ),
-    "parallel layout": (_refused("parallel"), _refused("parallel"), _refused("parallel")),
+    "parallel: ulysses": (_exact(RANKS), _exact(RANKS), _refused("parallel", NO_CLIP)),
+    "parallel: ring": (_exact(RANKS), _exact(RANKS), _refused("parallel", NO_CLIP)),
+    "parallel: ulysses and ring": (_exact(RANKS), _exact(RANKS), _refused("parallel", NO_CLIP)),
+    "parallel: halves of guidance": (_exact(RANKS), _exact(RANKS), _refused("parallel", NO_CLIP)),
+    "parallel: ring with topk or radial attention": (
+        _refused("parallel", "they rank whole frames"),
+        _refused("parallel", "they rank whole frames"),
+        _refused("parallel", NO_CLIP),
+    ),
+    "parallel: ring over a KV cache in int8": (
+        Cell("tolerance", RANKS, "1 % rms; ulysses is exact"),
+        Cell("tolerance", RANKS, "1 % rms; ulysses is exact"),
+        _refused("parallel", NO_CLIP),
+    ),
+    "parallel: VAE decode by rows": (
+        _exact(f"{TESTS}/test_parallel.py::test_decode_by_rows_equals_a_whole_one"),
+        _exact(f"{TESTS}/test_parallel.py::test_decode_by_rows_equals_a_whole_one"),
+        _refused("parallel", NO_CLIP),
+    ),
+    "parallel: several hosts": (
+        _exact(f"{TESTS}/test_parallel_generate.py::test_torchrun_on_two_hosts"),
+        _exact(f"{TESTS}/test_parallel_generate.py::test_torchrun_on_two_hosts"),
+        _refused("parallel", NO_CLIP),
+    ),
     "quantization": (_refused("quantization"), _refused("quantization"), _refused("quantization")),
     "offload": (_refused("offload"), _refused("offload"), _refused("offload")),
     "compile": (_refused("compile"), _refused("compile"), _refused("compile")),
@@ -113,7 +182,7 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
 }
 
 # request fields that clip mode does not know
-REFUSED_IN_CLIP = ("prompts", "video", "strength", "window", "sink", "attention", "sampler")
+REFUSED_IN_CLIP = ("prompts", "video", "strength", "sink", "sampler")
 
 
 def render() -> str:
@@ -149,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cell(cell: Cell) -> str:
-    proof = cell.proof.split("::")[-1] if cell.kind == "exact" else cell.proof
+    proof = cell.proof.split("::")[-1]
     note = f" ({cell.note})" if cell.note else ""
     return f"{cell.kind}: `{proof}`{note}"
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -23,8 +23,15 @@ from torch.nn import functional
 
 from longtake.errors import StateError
 from longtake.schedulers.noise import TRAIN_TIMESTEPS
-from longtake.video.attention import choose_backend, sdpa
+from longtake.video.attention_backends import BIAS, Sizes, choose_backend
+from longtake.video.attention_plan import AttentionPlan
+from longtake.video.attention_reader import Reader
+from longtake.video.attention_readings import Full
 from longtake.video.kv_cache import CacheShape, KVCache, RopeTable
+from longtake.video.kv_compact import make_cache
+
+if TYPE_CHECKING:
+    from longtake.video.parallel import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +52,18 @@ class TextCache:
 
 @dataclass(slots=True)
 class Session:
-    """What one rollout keeps between forwards."""
+    """What one rollout keeps between forwards.
+
+    Attributes:
+        cache, text: keys and values of the past and of the prompt.
+        reader: reads the cache by a plan; None reads all of it in one call.
+        step: denoising step of the forward, None in the clean pass.
+    """
 
     cache: KVCache
     text: TextCache
+    reader: Reader | None = None
+    step: int | None = None
 
 
 class CausalWan:
@@ -56,14 +71,30 @@ class CausalWan:
 
     ``session`` names the rollout whose cache a forward uses, while it runs; several rollouts may
     share one transformer by taking turns.
+
+    Args:
+        transformer: changed in place.
+        backend, cross_backend: of self- and cross-attention, by name or ``auto``.
+
+    Raises:
+        BackendError: a backend is missing, or cannot do this.
     """
 
-    def __init__(self, transformer: WanTransformer3DModel, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        transformer: WanTransformer3DModel,
+        backend: str = "auto",
+        cross_backend: str = "auto",
+    ) -> None:
         self.transformer = transformer.eval().requires_grad_(False)
         self.device: torch.device = transformer.patch_embedding.weight.device
         self.dtype: torch.dtype = transformer.patch_embedding.weight.dtype
-        self.backend, self._attend = choose_backend(backend, self.device)
+        config = transformer.config
+        sizes = Sizes(config.num_attention_heads, config.attention_head_dim)
+        self._own = choose_backend(backend, self.device, self.dtype, sizes=sizes)
+        self._cross = choose_backend(cross_backend, self.device, self.dtype, needs=[BIAS])
         self.session: Session | None = None
+        self.mesh: Mesh | None = None
         self._rope = transformer.rope
         transformer.rope = _NoRope()
         embedding = transformer.patch_embedding
@@ -72,8 +103,41 @@ class CausalWan:
             block.attn1.set_processor(_SelfAttention(self, layer))
             block.attn2.set_processor(_CrossAttention(self, layer))
 
-    def new_cache(self, batch: int, frames: int, latent_size: tuple[int, int]) -> KVCache:
-        """An empty cache of ``frames`` slots for latents of ``latent_size`` = (h, w)."""
+    @property
+    def backend(self) -> str:
+        """Name of the self-attention backend that was chosen."""
+        return self._own.name
+
+    @property
+    def cross_backend(self) -> str:
+        """Name of the cross-attention backend that was chosen."""
+        return self._cross.name
+
+    def join(self, mesh: Mesh | None) -> None:
+        """Be one rank's part of the model from now on; None makes it whole again."""
+        if self.mesh is not None:
+            self.mesh.remove()
+        self.mesh = mesh
+        if mesh is not None:
+            mesh.install(self.transformer)
+
+    def reader(self, plan: AttentionPlan) -> Reader | None:
+        """What reads a cache by ``plan``; None where all of it is read in one call."""
+        return None if plan.plain else Reader(plan, self._own)
+
+    def new_cache(
+        self,
+        batch: int,
+        frames: int,
+        latent_size: tuple[int, int],
+        *,
+        means: bool = False,
+        storage: str | None = None,
+    ) -> KVCache:
+        """An empty cache of ``frames`` slots for latents of ``latent_size`` = (h, w).
+
+        ``means`` keeps what plans that rank frames need; ``storage`` stores less than is computed.
+        """
         config = self.transformer.config
         _, high, wide = config.patch_size
         tokens = (latent_size[0] // high) * (latent_size[1] // wide)
@@ -86,7 +150,10 @@ class CausalWan:
             head_dim=config.attention_head_dim,
         )
         table = self._table(frames, latent_size)
-        return KVCache(shape, table, dtype=self.dtype, device=self.device)
+        if self.mesh is not None:
+            shape, table = self.mesh.cache_shape(shape), self.mesh.cache_table(table)
+        where = (self.dtype, self.device)
+        return make_cache(shape, table, where, means=means, storage=storage)
 
     @torch.inference_mode()
     def encode_text(self, embeddings: Sequence[torch.Tensor], length: int) -> TextCache:
@@ -96,6 +163,8 @@ class CausalWan:
             embeddings: one [tokens, text_dim] tensor a sample of the batch, unpadded.
             length: tokens that each is padded to with zeros.
         """
+        if self.mesh is not None:
+            embeddings = self.mesh.own_samples(embeddings)
         folded = max(min(e.shape[0] + 1, length) for e in embeddings)
         text = torch.zeros(len(embeddings), folded, embeddings[0].shape[1])
         bias = torch.full((len(embeddings), 1, 1, folded), -math.inf)
@@ -127,6 +196,9 @@ class CausalWan:
             sigma: noise level; the model's timestep is 1000 times it.
         """
         self.session = session
+        mesh = self.mesh
+        if mesh is not None:
+            x_BCFhw = mesh.begin(x_BCFhw, self.transformer.config.patch_size)
         batch = x_BCFhw.shape[0]
         timestep = torch.full((batch,), sigma * TRAIN_TIMESTEPS, device=self.device)
         # the text rides in the session; an empty tensor keeps the embedder from running
@@ -138,7 +210,8 @@ class CausalWan:
             (velocity,) = self.transformer(hidden, timestep, no_text, return_dict=False)
         finally:
             self.session = None
-        return velocity.float()  # type: ignore[no-any-return]
+        velocity = velocity.float()
+        return velocity if mesh is None else mesh.finish(velocity)
 
     def _table(self, frames: int, latent_size: tuple[int, int]) -> RopeTable:
         """The stock rope's rotations of ``frames`` positions, one of each pair of channels."""
@@ -180,15 +253,26 @@ class _SelfAttention:
         self._wan, self._layer = wan, layer
 
     def __call__(self, attn: Any, hidden_states: torch.Tensor, *_: object) -> torch.Tensor:
-        cache = self._wan._current().cache
-        heads = (attn.heads, -1)
-        q = cache.rotate_query(attn.norm_q(attn.to_q(hidden_states)).unflatten(2, heads))
-        k, v = cache.exchange(
-            self._layer,
-            attn.norm_k(attn.to_k(hidden_states)).unflatten(2, heads),
-            attn.to_v(hidden_states).unflatten(2, heads),
-        )
-        out: torch.Tensor = attn.to_out[0](self._wan._attend(q, k, v).flatten(2, 3))
+        session, mesh = self._wan._current(), self._wan.mesh
+        cache, reader = session.cache, session.reader
+        heads, place = (attn.heads, -1), (self._layer, session.step)
+        q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, heads)
+        k = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, heads)
+        v = attn.to_v(hidden_states).unflatten(2, heads)
+        if mesh is not None:
+            q, k, v = mesh.to_heads(q, k, v)
+        q = cache.rotate_query(q)
+        seen = cache.exchange(self._layer, k, v)
+        if mesh is not None and mesh.layout.ring > 1:
+            reading = Full() if reader is None else reader.plan.reading_at(*place)
+            mixed = mesh.attend(q, seen, cache, self._wan._own, reading)
+        elif reader is None:
+            mixed = self._wan._own.attend(q, *seen)
+        else:
+            mixed = reader.attend(q, *seen, cache, place)
+        if mesh is not None:
+            mixed = mesh.to_tokens(mixed)
+        out: torch.Tensor = attn.to_out[0](mixed.flatten(2, 3))
         return out
 
 
@@ -199,6 +283,8 @@ class _CrossAttention:
     def __call__(self, attn: Any, hidden_states: torch.Tensor, *_: object) -> torch.Tensor:
         text = self._wan._current().text
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        mixed = sdpa(q, text.keys[self._layer], text.values[self._layer], text.bias)
+        mixed = self._wan._cross.attend_biased(
+            q, text.keys[self._layer], text.values[self._layer], text.bias
+        )
         out: torch.Tensor = attn.to_out[0](mixed.flatten(2, 3))
         return out

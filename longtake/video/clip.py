@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from longtake.errors import ModelError, RequestError, WeightsError
+from longtake.video.attention_backends import Backend, choose_backend
+from longtake.video.clip_attention import clip_attention
 from longtake.video.clip_models import Pipeline, read_pipeline
 from longtake.video.clip_plan import ClipPlan, make_clip_plan
 from longtake.video.numerics import file_hash, torch_dtype
-from longtake.video.rollout import StepEvent, StopFlag
+from longtake.video.rollout import OnStep, StepEvent, StopFlag
 from longtake.video.source import ModelSource, read_json
 
 __all__ = ["ClipChunk", "ClipModel", "ClipPlan", "clip_rollout", "load_pipeline", "make_clip_plan"]
@@ -52,6 +54,11 @@ class ClipModel:
     dtype: str
     hashes: dict[str, str]
 
+    @property
+    def attention(self) -> Backend:
+        """What computes attention where a plan replaces diffusers' own."""
+        return choose_backend("auto", self.device, torch_dtype(self.dtype))
+
 
 @dataclass(frozen=True, slots=True)
 class ClipChunk:
@@ -71,14 +78,16 @@ class _StopError(Exception):
 
 
 class _Progress:
-    """``callback_on_step_end``: tells of a step, reads the stop flag, notes when the last ended."""
+    """``callback_on_step_end``: tells of a step, reads the stop flag, notes when the last ended.
+
+    ``told`` is the stop flag and who is told before and after every step.
+    """
 
     def __init__(
-        self, plan: ClipPlan, stop: StopFlag | None, on_step: Callable[[StepEvent], None] | None
+        self, plan: ClipPlan, told: tuple[StopFlag | None, OnStep | None, OnStep | None]
     ) -> None:
         self._plan = plan
-        self._stop = stop
-        self._on_step = on_step
+        self._stop, self._on_start, self._on_step = told
         self.denoised: float | None = None
 
     def __call__(
@@ -95,7 +104,14 @@ class _Progress:
             self._on_step(StepEvent(0, 1, index + 1, steps))
         if not last and self._stop is not None and self._stop():
             raise _StopError
+        if not last:
+            self.begin(index + 1, steps)
         return tensors
+
+    def begin(self, step: int, steps: int) -> None:
+        """Before a step, counted from 0."""
+        if self._on_start is not None:
+            self._on_start(StepEvent(0, 1, step, steps))
 
 
 def load_pipeline(
@@ -140,7 +156,8 @@ def clip_rollout(
     *,
     image: Pixels | None = None,
     stop: StopFlag | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    on_start: OnStep | None = None,
+    on_step: OnStep | None = None,
 ) -> Iterator[ClipChunk]:
     """Make a clip: one chunk, or none if ``stop`` was raised meanwhile.
 
@@ -149,6 +166,7 @@ def clip_rollout(
         model: the pipeline that the plan was made for.
         image: start image [H, W, 3] of the plan's size, where the plan starts from one.
         stop: read before the first and between all denoising steps.
+        on_start: told before every denoising step; the text is encoded in the first one.
         on_step: told after every denoising step.
 
     Raises:
@@ -160,29 +178,31 @@ def clip_rollout(
         raise ModelError(f"got a {got}, expected the plan's {plan.pipeline}")
     _check_image(plan, image)
     _check_text_length(plan, model.pipeline)
-    return _run(plan, model, image, stop, on_step)
+    return _run(plan, model, image, (stop, on_start, on_step))
 
 
 def _run(
     plan: ClipPlan,
     model: ClipModel,
     image: Pixels | None,
-    stop: StopFlag | None,
-    on_step: Callable[[StepEvent], None] | None,
+    told: tuple[StopFlag | None, OnStep | None, OnStep | None],
 ) -> Iterator[ClipChunk]:
+    stop = told[0]
     if stop is not None and stop():
         return
-    progress = _Progress(plan, stop, on_step)
+    progress = _Progress(plan, told)
     arguments = plan.arguments
     if image is not None:
         arguments["image"] = Image.fromarray(image)
     began = perf_counter()
+    progress.begin(0, plan.steps or 1)
     try:
-        output = _own_copy(model.pipeline, plan)(
-            **arguments,
-            generator=torch.Generator("cpu").manual_seed(plan.seed),
-            callback_on_step_end=progress,
-        )
+        with clip_attention(model.pipeline, plan.reading, model.attention):
+            output = _own_copy(model.pipeline, plan)(
+                **arguments,
+                generator=torch.Generator("cpu").manual_seed(plan.seed),
+                callback_on_step_end=progress,
+            )
     except _StopError:
         return
     except (ValueError, TypeError, NotImplementedError) as error:

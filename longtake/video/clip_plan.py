@@ -17,12 +17,13 @@ from typing import Any
 
 from longtake.errors import RequestError
 from longtake.video.clip_models import REQUIRED, Geometry, Pipeline, geometry_of, read_pipeline
+from longtake.video.clip_reading import ClipReading, reading_as_dict, resolve_clip_reading
 from longtake.video.cost import Cost
 from longtake.video.plan import DRAWN_SEED_LIMIT
 from longtake.video.request import VideoRequest, format_size, nearest_multiple, request_to_mapping
 from longtake.video.source import ModelSource
 
-OTHER_MODE = ("prompts", "sampler", "window", "sink", "attention", "video", "strength")
+OTHER_MODE = ("prompts", "sampler", "sink", "video", "strength")
 OPTIONAL = ("negative_prompt", "num_inference_steps", "guidance_scale")
 RATES = ("frame_rate", "fps")
 FROM_IMAGE = re.compile("ImageToVideo|Image2Video|I2V")
@@ -45,6 +46,7 @@ class ClipPlan:
         from_image: whether the call takes a start image.
         warnings: what the caller should know.
         cost: estimate, where the family's arithmetic is known.
+        reading: what a query reads; None for diffusers' own attention.
     """
 
     request: VideoRequest
@@ -62,6 +64,7 @@ class ClipPlan:
     from_image: bool
     warnings: tuple[str, ...]
     cost: Cost | None = None
+    reading: ClipReading | None = None
 
     mode = "clip"
 
@@ -116,6 +119,8 @@ class ClipPlan:
                 "frames": int(self.from_image),
             },
             "chunks": {"count": 1},
+            "attention": self.reading.text if self.reading else None,
+            "attention_plan": reading_as_dict(self.reading),
             "num_inference_steps": self.steps,
             "guidance_scale": self.guidance_scale,
             "negative_prompt": self.negative_prompt,
@@ -157,7 +162,7 @@ def make_clip_plan(
     fps, notes = _fps(request, pipeline, geometry, rate)
     if geometry.rule is None:
         notes = f"{pipeline.name}: frame rule not known; the count is checked after the run", *notes
-    guidance = request.guidance_scale
+    guidance, num_frames = request.guidance_scale, _num_frames(request, pipeline, geometry, fps)
     text_length = pipeline.parameters.get("max_sequence_length")
     return ClipPlan(
         request=request,
@@ -166,7 +171,7 @@ def make_clip_plan(
         seed=secrets.randbelow(DRAWN_SEED_LIMIT) if request.seed is None else request.seed,
         size=_size(request, pipeline, geometry),
         fps=fps,
-        num_frames=_num_frames(request, pipeline, geometry, fps),
+        num_frames=num_frames,
         steps=request.num_inference_steps or _default(pipeline, "num_inference_steps"),
         guidance_scale=_default(pipeline, "guidance_scale") if guidance is None else guidance,
         shift=_shift(request, pipeline),
@@ -174,6 +179,7 @@ def make_clip_plan(
         text_length=text_length if isinstance(text_length, int) else None,
         from_image=image_given,
         warnings=(*warnings, *notes),
+        reading=resolve_clip_reading(request, pipeline, num_frames),
     )
 
 

@@ -6,7 +6,7 @@ Weights load strictly: every key must be there, no key may be left over, every s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from longtake.video.stacked_conv import prepare_vae
 ENCODERS = ("UMT5EncoderModel", "T5EncoderModel")
 INDEX_SUFFIX = ".safetensors.index.json"
 TRAINER_PREFIXES = ("model.", "_orig_mod.", "module.")
+KEPT_EMBEDDINGS = 8
 FSDP = "_fsdp_wrapped_module."
 
 
@@ -42,6 +43,7 @@ class CausalModel:
         wan: transformer with the causal processors.
         vae: prepared for streaming; vae_form says how its convolutions run.
         hashes: SHA-256 of every weight file, by path relative to the component.
+        embeddings: of the texts met last; the negative prompt is the same in most videos.
     """
 
     manifest: Manifest
@@ -53,15 +55,25 @@ class CausalModel:
     tokenizer: Any
     dtype: str
     hashes: dict[str, str]
+    embeddings: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
         """Where the transformer lies."""
         return self.wan.device
 
-    @torch.inference_mode()
     def embed(self, prompt: str) -> torch.Tensor:
         """Text embedding [tokens, text_dim] of a prompt, unpadded, cleaned as WanPipeline does."""
+        embedding = self.embeddings.pop(prompt, None)
+        if embedding is None:
+            embedding = self._embed(prompt)
+        self.embeddings[prompt] = embedding
+        if len(self.embeddings) > KEPT_EMBEDDINGS:
+            del self.embeddings[next(iter(self.embeddings))]
+        return embedding
+
+    @torch.inference_mode()
+    def _embed(self, prompt: str) -> torch.Tensor:
         tokens = self.tokenizer(prompt_clean(prompt), return_tensors="pt")
         output = self.text_encoder(
             tokens.input_ids.to(self.device), tokens.attention_mask.to(self.device)

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longtake.schedulers.chunks import ChunkSpec
+from longtake.video.attention_plan import AttentionPlan
 from longtake.video.shapes import ModelShape
 
 ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+KV_SIZES = {**ITEM_SIZES, "int8": 1}
 ACTIVATION_COPIES = 6  # tensors of one block alive at once: stream, norm, q, k, v, output
 
 
@@ -46,6 +48,8 @@ class Workload:
         encoded: latent frames that are encoded from an input.
         itemsize: bytes of one weight or activation of transformer and text encoder.
         vae_itemsize: of the VAE.
+        reading: what a query reads of the keys in reach; None for all of them.
+        kv_cache: what the KV cache stores; None for what is computed.
         clean_passes: forwards a chunk that write the cache; 0 in clip mode.
     """
 
@@ -58,6 +62,8 @@ class Workload:
     itemsize: int
     vae_itemsize: int
     clean_passes: int = 1
+    reading: AttentionPlan | None = None
+    kv_cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +109,7 @@ def estimate(
         repeats = {"denoise": 0 if spec.given else work.steps, "clean": work.clean_passes}
         for stage, times in repeats.items():
             linear[stage] += times * work.passes * shape.transformer.linear_flops(query)
-            attention[stage] += (
-                times
-                * work.passes
-                * shape.transformer.attention_flops(query, keys, work.text_length)
-            )
+            attention[stage] += work.passes * _attention_flops(shape, spec, work, stage, times)
     high, wide = shape.latent_size(work.size)
     conv = {
         "decode": decoded * shape.vae.decode_flops(high * wide),
@@ -129,11 +131,42 @@ def estimate(
     )
 
 
+def _attention_flops(
+    shape: ModelShape, spec: ChunkSpec, work: Workload, stage: str, times: int
+) -> float:
+    """Attention of ``times`` forwards of a chunk, by what each of them reads."""
+    tokens, past = shape.frame_tokens(work.size), len(spec.past)
+    query, layers = spec.frames * tokens, shape.transformer.layers
+
+    def flops(frames: float) -> float:
+        return shape.transformer.attention_flops(query, frames * tokens, work.text_length)
+
+    if work.reading is None:
+        return times * flops(past + spec.frames)
+    steps = list(range(times)) if stage == "denoise" else [None] * times
+    read = (work.reading.frames_read(past, spec.frames, layers, step) for step in steps)
+    return sum(flops(frames) for frames in read)
+
+
+def _cache_bytes(shape: ModelShape, work: Workload) -> int:
+    """Past keys and values: three buffers a layer (un-roped keys, roped keys, values).
+
+    Where less is stored than is computed there are two a layer, and two of the computing dtype for
+    one layer at a time; int8 has a float32 scale for each frame and channel of both.
+    """
+    row = shape.transformer.dim * work.passes
+    tokens, layers = work.window * shape.frame_tokens(work.size), shape.transformer.layers
+    if work.kv_cache is None:
+        return 3 * layers * row * tokens * work.itemsize
+    stored = 2 * layers * row * tokens * KV_SIZES[work.kv_cache]
+    scales = 2 * layers * row * work.window * 4 if work.kv_cache == "int8" else 0
+    return stored + scales + 2 * row * tokens * work.itemsize
+
+
 def _bytes(shape: ModelShape, work: Workload, query: int, positions: int) -> dict[str, int]:
     transformer, item, vae_item = shape.transformer, work.itemsize, work.vae_itemsize
     slot = transformer.layers * transformer.dim * work.passes * item
-    # three buffers a layer: un-roped keys, roped keys, values
-    cache = 3 * slot * work.window * shape.frame_tokens(work.size)
+    cache = _cache_bytes(shape, work)
     text = 2 * slot * work.text_length
     stream = ACTIVATION_COPIES * transformer.dim + transformer.ffn_dim
     return {

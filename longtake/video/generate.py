@@ -73,13 +73,7 @@ class Target:
 
     def open(self, plan: Plan | ClipPlan) -> list[Writer]:
         """Writers for a plan's frames."""
-        metadata = {
-            "title": plan.prompts[0][:200],
-            "comment": plan.prompts[0],
-            "prompt": plan.prompts[0],
-            "seed": str(plan.seed),
-            "model": plan.model,
-        }
+        metadata = video_metadata(plan)
         kinds = ((self.path, self.format), (self.frames_dir, FRAMES_DIR))
         with ExitStack() as undo:
             writers: list[Writer] = []
@@ -171,13 +165,31 @@ def _write_all(
             writer.close()
         encode_s += perf_counter() - ready
     total = perf_counter() - began
+    return entries, stage_timings(entries, prepared.load_s, encode_s, total)
+
+
+def stage_timings(
+    entries: list[dict[str, Any]], load_s: float, encode_s: float, total_s: float
+) -> dict[str, float]:
+    """Seconds by stage of a whole video, and frames per second, for its receipt."""
     stages: dict[str, float] = {}
     for entry in entries:
         for stage, seconds in entry["timings"].items():
             stages[stage] = stages.get(stage, 0.0) + seconds
     frames = sum(entry["frames"] for entry in entries)
-    timings = {"load": prepared.load_s, **stages, "encode": encode_s, "total": total}
-    return entries, {**timings, "frames_per_second": frames / total}
+    timings = {"load": load_s, **stages, "encode": encode_s, "total": total_s}
+    return {**timings, "frames_per_second": frames / total_s}
+
+
+def video_metadata(plan: Plan | ClipPlan) -> dict[str, str]:
+    """What an mp4 says about itself."""
+    return {
+        "title": plan.prompts[0][:200],
+        "comment": plan.prompts[0],
+        "prompt": plan.prompts[0],
+        "seed": str(plan.seed),
+        "model": plan.model,
+    }
 
 
 def _check_kept(request: VideoRequest, path: Path | None, receipt: Path) -> None:

@@ -59,23 +59,42 @@ class CacheState:
 
 
 class KVCache:
-    """The cache of one rollout. Per chunk: ``begin``, then any number of forwards."""
+    """The cache of one rollout. Per chunk: ``begin``, then any number of forwards.
+
+    Args:
+        shape, rope: sizes and rotations.
+        dtype, device: of the buffers.
+        means: keep the mean roped key of every past frame, for plans that rank frames.
+
+    Attributes:
+        begun: how often ``begin`` was called; what depends on what a chunk sees depends on this.
+        recording: True in the clean pass, whose keys and values stay.
+    """
 
     def __init__(
-        self, shape: CacheShape, rope: RopeTable, *, dtype: torch.dtype, device: torch.device
+        self,
+        shape: CacheShape,
+        rope: RopeTable,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        means: bool = False,
     ) -> None:
         self.shape = shape
         self.rope = rope
         tokens = shape.frames * shape.frame_tokens
         size = (shape.layers, shape.batch, tokens, shape.heads, shape.head_dim)
-        self._raw_k = torch.zeros(size, dtype=dtype, device=device)
-        self._k = torch.zeros(size, dtype=dtype, device=device)
-        self._v = torch.zeros(size, dtype=dtype, device=device)
+        self._buffers = self._allocate(size, dtype, device)
+        summary = (shape.layers, shape.batch, shape.frames if means else 0, shape.heads)
+        self._means = torch.zeros((*summary, shape.head_dim), device=device)
         self._frames: list[int | None] = [None] * shape.frames
         self._writes = [0] * shape.frames
+        # position that a slot's roped keys have; None where they are not those of its raw keys
+        self._roped_at: list[int | None] = [None] * shape.frames
         self._own_slots: list[int] = []
         self._own_rope = rope.at([0])
         self._tokens = 0
+        self.begun = 0
         self.recording = False
 
     @property
@@ -86,7 +105,22 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return 3 * self._k.numel() * self._k.element_size()
+        return sum(b.numel() * b.element_size() for b in (*self._buffers, self._means))
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """Latent frames that the chunk sees, own ones included, in the order of their slots."""
+        used = self._frames[: self._tokens // self.shape.frame_tokens]
+        return tuple(-1 if frame is None else frame for frame in used)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The chunk's own latent frames."""
+        return tuple(self.seen[slot] for slot in self._own_slots)
+
+    def means(self, layer: int) -> torch.Tensor:
+        """Mean roped key [B, slots, H, D] of each past frame in ``seen``; float32."""
+        return self._means[layer, :, : self._tokens // self.shape.frame_tokens]
 
     def begin(self, past: Sequence[int], own: Sequence[int]) -> None:
         """Prepare a chunk: place its frames and give every key it sees its position.
@@ -109,11 +143,10 @@ class KVCache:
         self._own_slots = [slot_of[frame] for frame in own]
         self._own_rope = self.rope.at(range(len(past), len(seen)))
         self._tokens = len(seen) * self.shape.frame_tokens
-        if past:
-            # slots in use are always the first ones, so memory order is 0 .. len(seen)
-            table = self.rope.at([position[slot] for slot in range(len(seen))])
-            for layer in range(self.shape.layers):
-                table.rotate(self._raw_k[layer, :, : self._tokens], self._seen(self._k, layer))
+        self.begun += 1
+        for slot in self._own_slots:
+            self._roped_at[slot] = None
+        self._rotate_past({slot_of[frame]: position[slot_of[frame]] for frame in past})
 
     def exchange(
         self, layer: int, k_BSHD: torch.Tensor, v_BSHD: torch.Tensor
@@ -127,6 +160,7 @@ class KVCache:
         self._write(self._v[layer], v_BSHD)
         if self.recording:
             self._write(self._raw_k[layer], k_BSHD)
+            self._record(layer)
         return self._seen(self._k, layer), self._seen(self._v, layer)
 
     def rotate_query(self, q_BSHD: torch.Tensor) -> torch.Tensor:
@@ -160,21 +194,63 @@ class KVCache:
             if held in own:
                 self._writes[slot] += 1
 
+    def _allocate(
+        self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Make the buffers, each [layers, B, S, H, D]."""
+        self._raw_k = torch.zeros(size, dtype=dtype, device=device)
+        self._k = torch.zeros(size, dtype=dtype, device=device)
+        self._v = torch.zeros(size, dtype=dtype, device=device)
+        return self._raw_k, self._k, self._v
+
+    def _rotate_past(self, positions: dict[int, int]) -> None:
+        """Give the keys in these slots their positions, where they have other ones by now."""
+        moved = [slot for slot in sorted(positions) if self._roped_at[slot] != positions[slot]]
+        tokens = self.shape.frame_tokens
+        for first, last in runs(moved):
+            table = self.rope.at([positions[slot] for slot in range(first, last)])
+            part = slice(first * tokens, last * tokens)
+            for layer in range(self.shape.layers):
+                table.rotate(self._raw_k[layer, :, part], self._k[layer, :, part])
+                self._summarise(layer, first, last)
+        for slot in moved:
+            self._roped_at[slot] = positions[slot]
+
+    def _record(self, layer: int) -> None:
+        """The clean keys are roped already, at the chunk's own positions."""
+        for first, last in runs(sorted(self._own_slots)):
+            self._summarise(layer, first, last)
+        if layer == self.shape.layers - 1:
+            past = len(self.seen) - len(self._own_slots)
+            for place, slot in enumerate(self._own_slots):
+                self._roped_at[slot] = past + place
+
+    def _summarise(self, layer: int, first: int, last: int) -> None:
+        if self._means.shape[2] == 0:
+            return
+        tokens = self.shape.frame_tokens
+        keys = self._k[layer, :, first * tokens : last * tokens].unflatten(1, (-1, tokens))
+        self._means[layer, :, first:last] = keys.mean(2, dtype=torch.float32)
+
     def _write(self, buffer_BSHD: torch.Tensor, new_BSHD: torch.Tensor) -> None:
         """Copy the chunk's frames into their slots, neighbouring slots in one go."""
-        tokens = self.shape.frame_tokens
-        first = 0
-        while first < len(self._own_slots):
-            last = first + 1
-            while (
-                last < len(self._own_slots)
-                and self._own_slots[last] == self._own_slots[last - 1] + 1
-            ):
-                last += 1
-            slot = self._own_slots[first]
-            target = buffer_BSHD[:, slot * tokens : (slot + last - first) * tokens]
-            target.copy_(new_BSHD[:, first * tokens : last * tokens])
-            first = last
+        tokens, place = self.shape.frame_tokens, 0
+        for first, last in runs(self._own_slots):
+            count = (last - first) * tokens
+            target = buffer_BSHD[:, first * tokens : last * tokens]
+            target.copy_(new_BSHD[:, place : place + count])
+            place += count
 
     def _seen(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
         return buffer[layer, :, : self._tokens]
+
+
+def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring slots as ranges (first, last + 1), in the order given."""
+    runs: list[tuple[int, int]] = []
+    for slot in slots:
+        if runs and runs[-1][1] == slot:
+            runs[-1] = (runs[-1][0], slot + 1)
+        else:
+            runs.append((slot, slot + 1))
+    return runs

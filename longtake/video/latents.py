@@ -25,7 +25,7 @@ from longtake.video.request import (
     request_from_mapping,
     request_to_mapping,
 )
-from longtake.video.rollout import Chunk
+from longtake.video.rollout import Chunk, Denoised
 
 ROLLOUT_NAME = "rollout.json"
 VERSION = 1
@@ -35,8 +35,10 @@ DECIDES = (
     "size",
     "fps",
     "attention",
+    "attention_plan",
     "window",
     "sink",
+    "kv_cache",
     "sampler",
     "sigmas",
     "guidance_scale",
@@ -145,7 +147,7 @@ class LatentFolder:
         except (ValueError, KeyError, TypeError, AttributeError, RequestError) as error:
             raise ResumeError(f"resume={self.path}: {ROLLOUT_NAME} is damaged: {error}") from error
 
-    def write(self, chunk: Chunk) -> None:
+    def write(self, chunk: Chunk | Denoised) -> None:
         """Store a chunk's latents.
 
         Raises:
@@ -153,7 +155,7 @@ class LatentFolder:
         """
         latents = chunk.latents.cpu().contiguous()
         metadata = {"chunk": str(chunk.spec.index), "start": str(chunk.spec.start)}
-        self._write(self._name(chunk.spec.index), save({"latents": latents}, metadata))
+        self._write(self.file_name(chunk.spec.index), save({"latents": latents}, metadata))
 
     def read(self, index: int) -> torch.Tensor | None:
         """Latents of a chunk, None if it is not stored.
@@ -161,7 +163,7 @@ class LatentFolder:
         Raises:
             ResumeError: the file is damaged.
         """
-        path = self.path / self._name(index)
+        path = self.path / self.file_name(index)
         if not self.holds(index):
             return None
         try:
@@ -178,7 +180,7 @@ class LatentFolder:
 
     def holds(self, index: int) -> bool:
         """True if the chunk is stored."""
-        return (self.path / self._name(index)).exists()
+        return (self.path / self.file_name(index)).exists()
 
     @property
     def count(self) -> int:
@@ -189,7 +191,8 @@ class LatentFolder:
         return index
 
     @staticmethod
-    def _name(index: int) -> str:
+    def file_name(index: int) -> str:
+        """Name of a chunk's file."""
         return f"chunk-{index:06d}.safetensors"
 
     def _write(self, name: str, data: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,16 +13,29 @@ from longtake.video.clip_plan import ClipPlan
 from longtake.video.plan import Plan
 from longtake.video.rollout import StepEvent
 
+if TYPE_CHECKING:
+    from longtake.video.parallel_groups import Ranks
+
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to run: None means what the machine is best at."""
+    """How to run: None means what the machine is best at.
+
+    Attributes:
+        device, dtype, backend: by name.
+        kv_cache: ``bf16``, ``fp16`` or ``int8`` to store the past in less than it is computed in.
+        parallel: layout of one video over several ranks, as ``parallel_layout`` reads it.
+        ranks: this process among the ranks that run it; None where only a plan is made.
+    """
 
     device: str | None = None
     dtype: str | None = None
     backend: str = "auto"
+    parallel: str | None = None
+    ranks: Ranks | None = None
+    kv_cache: str | None = None
 
 
 class Observer(Protocol):
@@ -32,10 +45,16 @@ class Observer(Protocol):
         """The plan is made; nothing is loaded yet."""
 
     def on_stage(self, stage: str) -> None:
-        """``loading`` or ``generating`` begins."""
+        """``loading``, ``encoding`` (the input) or ``generating`` begins."""
+
+    def on_start(self, event: StepEvent) -> None:
+        """A denoising step is about to run; the event counts those that are done."""
 
     def on_step(self, event: StepEvent) -> None:
         """A denoising step is done."""
+
+    def on_latents(self, chunk: int, *, stored: bool) -> None:
+        """A chunk's latents are on the disk and VAE decode is next; ``stored`` if just now."""
 
     def on_chunk(self, frames: int) -> None:
         """``frames`` more pixel frames are done and written."""
@@ -53,7 +72,13 @@ class SilentObserver:
     def on_stage(self, stage: str) -> None:
         """Nothing."""
 
+    def on_start(self, event: StepEvent) -> None:
+        """Nothing."""
+
     def on_step(self, event: StepEvent) -> None:
+        """Nothing."""
+
+    def on_latents(self, chunk: int, *, stored: bool) -> None:
         """Nothing."""
 
     def on_chunk(self, frames: int) -> None:

@@ -65,3 +65,12 @@ def output_error(field: str, path: object, error: Exception) -> OutputError:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(field, path, "no space left on the device")
     return OutputError(field, path, getattr(error, "strerror", None) or str(error))
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk; a rename alone may be lost with the power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

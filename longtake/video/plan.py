@@ -14,8 +14,10 @@ from longtake.errors import RequestError
 from longtake.schedulers.chunks import ChunkLayout, ChunkSpec, latent_frames, pixel_frames
 from longtake.schedulers.noise import from_strength
 from longtake.schedulers.prompts import PromptSwitch, resolve_switches
+from longtake.video.attention_plan import AttentionPlan
 from longtake.video.cost import ITEM_SIZES, Cost, Rates, Workload, estimate
 from longtake.video.manifest import Manifest
+from longtake.video.plan_attention import resolve_layout, resolve_reading
 from longtake.video.request import (
     VideoRequest,
     format_size,
@@ -50,7 +52,8 @@ class Inputs:
 class Plan:
     """A rollout, fully resolved. Lengths count latent frames unless named otherwise.
 
-    ``itemsize`` and ``vae_itemsize`` are bytes of one weight; ``rates``, this machine's measured
+    ``itemsize`` and ``vae_itemsize`` are bytes of one weight; ``kv_cache`` is what the KV cache
+    stores where that is not what is computed; ``rates``, this machine's measured
     speed, only add a time to the estimate.
     """
 
@@ -74,12 +77,13 @@ class Plan:
     context_noise: float
     context_noise_added: bool
     recache: bool
-    attention: str
+    reading: AttentionPlan
     switches: tuple[PromptSwitch, ...]
     warnings: tuple[str, ...]
     shape: ModelShape
     itemsize: int
     vae_itemsize: int
+    kv_cache: str | None = None
     rates: Rates | None = None
 
     mode = "hybrid"
@@ -119,10 +123,17 @@ class Plan:
             text_length=self.text_tokens,
             window=self.layout.capacity,
             encoded=latent_frames(self.input_frames, self.stride),
+            reading=None if self.reading.plain else self.reading,
             itemsize=self.itemsize,
             vae_itemsize=self.vae_itemsize,
+            kv_cache=self.kv_cache,
         )
         return estimate(self.shape, self.layout, work, self.rates)
+
+    @property
+    def attention(self) -> str:
+        """The attention plan's text."""
+        return self.reading.text
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -151,8 +162,10 @@ class Plan:
                 "sees": [len(c.past) + c.frames for c in listed],
             },
             "attention": self.attention,
+            "attention_plan": self.reading.as_dict(),
             "window": layout.window,
             "sink": layout.sink,
+            "kv_cache": self.kv_cache,
             "sampler": self.sampler,
             "num_inference_steps": self.steps,
             "sigmas": list(self.sigmas),
@@ -196,7 +209,8 @@ def make_plan(
     fps = resolve_fps(request, manifest)
     stride = shape.vae.stride_time
     num_frames, input_frames = _lengths(request, manifest, inputs, fps, stride)
-    layout = _layout(request, manifest, inputs, latent_frames(num_frames, stride), stride)
+    given = _given(inputs, manifest, stride)
+    layout = resolve_layout(request, manifest, given, latent_frames(num_frames, stride), stride)
     sigmas = _sigmas(request, manifest)
     switches = resolve_switches(request.prompts, layout, fps, stride)
     if switches and request.strength == 0.0:
@@ -223,7 +237,7 @@ def make_plan(
         context_noise=manifest.context_noise,
         context_noise_added=manifest.context_noise_added,
         recache=manifest.recache and bool(switches),
-        attention=request.attention or "window",
+        reading=resolve_reading(request, (manifest, shape), size, layout, len(sigmas) - 1),
         switches=switches,
         warnings=(*warnings, *_length_notes(inputs, input_frames)),
         shape=shape,
@@ -298,55 +312,11 @@ def _length_notes(inputs: Inputs, used: int) -> list[str]:
     return [f"input: {used} of {inputs.frames} frames are used, {unused} at the end are not"]
 
 
-def _layout(
-    request: VideoRequest, manifest: Manifest, inputs: Inputs, latents: int, stride: int
-) -> ChunkLayout:
-    given: tuple[int, ...] = ()
-    if inputs.kind in ("image", "continue"):
-        given = inputs.chunks or _split(latent_frames(inputs.frames, stride), manifest.chunk)
-    largest = max(manifest.chunk, manifest.first_chunk or 0, *given, 0)
-    plan_global = request.attention == "global"
-    if plan_global:
-        _check_global(request)
-    window = manifest.window if request.window is None else request.window
-    sink = manifest.sink if request.sink is None else request.sink
-    if not plan_global and window < sink + largest:
-        field, value = ("sink", sink) if request.window is None else ("window", window)
-        reason = f"window={window} must hold sink={sink} and a chunk of {largest} latent frames"
-        legal = f"window {sink + largest} or more"
-        if 0 <= window - largest < sink:
-            legal += f", or sink {window - largest} or less"
-        raise RequestError(field, value, reason, legal)
-    layout = ChunkLayout(
-        latent_frames=latents,
-        chunk=manifest.chunk,
-        first_chunk=manifest.first_chunk,
-        given=given,
-        window=None if plan_global else window,
-        sink=0 if plan_global else sink,
-    )
-    if layout.capacity > manifest.max_latent_frames:
-        raise _beyond_positions(layout, manifest, stride)
-    return layout
-
-
-def _beyond_positions(layout: ChunkLayout, manifest: Manifest, stride: int) -> RequestError:
-    """A cache with more slots than the rope table has positions."""
-    limit = manifest.max_latent_frames
-    reason = f"{layout.capacity} latent frames exceed this model's {limit} positions"
-    if layout.window is not None:
-        return RequestError("window", layout.window, reason, f"at most {limit}")
-    before = sum(layout.given) or layout.first_chunk or 0
-    longest = pixel_frames(before + (limit - before) // layout.chunk * layout.chunk, stride)
-    legal = f"at most {longest} frames; attention=window has no length limit"
-    return RequestError("attention", "global", reason, legal)
-
-
-def _check_global(request: VideoRequest) -> None:
-    for field in ("window", "sink"):
-        value = getattr(request, field)
-        if value is not None:
-            raise RequestError(field, value, "attention=global has none", "attention=window")
+def _given(inputs: Inputs, manifest: Manifest, stride: int) -> tuple[int, ...]:
+    """Sizes of the chunks that an input fills."""
+    if inputs.kind not in ("image", "continue"):
+        return ()
+    return inputs.chunks or _split(latent_frames(inputs.frames, stride), manifest.chunk)
 
 
 def _split(latents: int, chunk: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from longtake.errors import RequestError
 from longtake.video.clip_plan import ClipPlan
 from longtake.video.latents import LatentFolder, merge_request
+from longtake.video.model_cache import ModelCache
 from longtake.video.options import EngineOptions, Observer, Prepared, Storage
 from longtake.video.plan import Plan
 from longtake.video.prepare_clip import plan_clip, prepare_clip
@@ -54,6 +55,7 @@ def prepare(
     storage: Storage,
     observer: Observer,
     check_target: Callable[[Plan | ClipPlan], None],
+    models: ModelCache | None = None,
 ) -> Prepared:
     """Plan, check, load.
 
@@ -61,7 +63,8 @@ def prepare(
         request: from ``resolve_request``.
         engine, storage, observer: how, from where, and whom to tell.
         check_target: refuses a plan whose result could not be written, before weights load.
+        models: where the model may be loaded already, and stays for the next request.
     """
     source = find_model(request.model)
     run = prepare_hybrid if choose_mode(request, source) == "hybrid" else prepare_clip
-    return run(request, source, (engine, storage, observer), check_target)
+    return run(request, source, (engine, storage, observer), check_target, models or ModelCache())

@@ -10,18 +10,17 @@ from typing import Any
 
 from longtake.errors import RequestError
 from longtake.schedulers.chunks import ChunkSpec, latent_frames
-from longtake.video.clip import clip_rollout, load_pipeline
+from longtake.video.attention_plan import AttentionPlan
+from longtake.video.clip import clip_rollout
 from longtake.video.clip_models import read_pipeline
 from longtake.video.clip_plan import ClipPlan, make_clip_plan
 from longtake.video.cost import ITEM_SIZES, Workload, estimate
 from longtake.video.media import fit_image, read_image
-from longtake.video.numerics import (
-    choose_device,
-    choose_dtype,
-    fingerprint,
-    torch_dtype,
-)
+from longtake.video.model_cache import ModelCache
+from longtake.video.numerics import choose_device, choose_dtype, torch_dtype
 from longtake.video.options import EngineOptions, Observer, Piece, Pixels, Prepared, Storage
+from longtake.video.parallel import stop_flag
+from longtake.video.parallel_clip import check_clip, divide_clip
 from longtake.video.probe import measured_rates
 from longtake.video.receipt import engine_section
 from longtake.video.request import VideoRequest
@@ -35,6 +34,7 @@ def prepare_clip(
     source: ModelSource,
     context: tuple[EngineOptions, Storage, Observer],
     check_target: Callable[[ClipPlan], None],
+    models: ModelCache,
 ) -> Prepared:
     """Everything up to the call; arguments as for ``prepare.prepare``."""
     engine, storage, observer = context
@@ -48,14 +48,22 @@ def prepare_clip(
     began = perf_counter()
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
+    if engine.kv_cache is not None:
+        raise RequestError("kv_cache", engine.kv_cache, "a clip has no KV cache", "leave it out")
     if engine.backend not in ("auto", "sdpa"):
         raise RequestError("backend", engine.backend, "clip mode runs diffusers' own", "sdpa")
     image, notes = _clip_image(request, plan)
-    model = load_pipeline(source, device=device, dtype=dtype)
+    model = models.pipeline(source, device, dtype)
+    divided = divide_clip(model, engine)
     loaded = perf_counter() - began
     observer.on_stage("generating")
     chunks = clip_rollout(
-        plan, model, image=image, stop=observer.stopping, on_step=observer.on_step
+        plan,
+        model,
+        image=image,
+        stop=stop_flag(engine, observer),
+        on_start=observer.on_start,
+        on_step=observer.on_step,
     )
     pieces = (
         Piece(c.frames.numpy(), {"index": 0, "frames": len(c.frames), "timings": dict(c.timings)})
@@ -64,10 +72,10 @@ def prepare_clip(
     section = engine_section(
         device=device,
         dtype=dtype,
-        backend={"attention": "diffusers"},
-        fingerprint=fingerprint(device, torch_dtype(dtype)),
+        backend={"attention": "diffusers" if plan.reading is None else model.attention.name},
+        fingerprint=models.fingerprint(device, torch_dtype(dtype)),
     )
-    return Prepared(plan, section, model.hashes, notes, pieces, loaded)
+    return Prepared(plan, section | divided, model.hashes, notes, pieces, loaded)
 
 
 def plan_clip(
@@ -80,6 +88,7 @@ def plan_clip(
             source.manifest, [request.prompt, request.negative_prompt or ""]
         )
     plan = make_clip_plan(request, source, warnings=known)
+    check_clip(plan, engine)
     shape = _clip_shape(source)
     if shape is None:
         note = f"no estimate of cost for {plan.pipeline}"
@@ -98,6 +107,7 @@ def plan_clip(
         itemsize=ITEM_SIZES[dtype],
         vae_itemsize=ITEM_SIZES[_vae_dtype(source) or dtype],
         clean_passes=0,
+        reading=AttentionPlan("global", plan.reading) if plan.reading else None,
     )
     rates = None
     if probe:

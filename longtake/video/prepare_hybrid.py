@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 from longtake.errors import RequestError, ResumeError
-from longtake.video.attention import choose_backend
-from longtake.video.components import check_text_length, load_model, load_tokenizer
+from longtake.video.attention_backends import choose_backend
+from longtake.video.components import CausalModel, check_text_length
 from longtake.video.cost import ITEM_SIZES
 from longtake.video.inputs import Given, encode_given, input_hash, read_given
 from longtake.video.latents import (
@@ -19,13 +20,15 @@ from longtake.video.latents import (
     rollout_metadata,
 )
 from longtake.video.manifest import Manifest
-from longtake.video.numerics import choose_device, choose_dtype, fingerprint
+from longtake.video.model_cache import ModelCache
+from longtake.video.numerics import choose_device, choose_dtype, torch_dtype
 from longtake.video.options import EngineOptions, Observer, Piece, Prepared, Storage
+from longtake.video.parallel import check_layout, join, stop_flag
 from longtake.video.plan import Plan, make_plan, resolve_fps, resolve_size
 from longtake.video.probe import measured_rates
 from longtake.video.receipt import engine_section
 from longtake.video.request import VideoRequest
-from longtake.video.rollout import Chunk, rollout
+from longtake.video.rollout import Chunk, Denoised, OnLatents, rollout
 from longtake.video.shapes import read_shape
 from longtake.video.source import ModelSource
 from longtake.video.vocabulary import vocabulary_warnings
@@ -36,6 +39,7 @@ def prepare_hybrid(
     source: ModelSource,
     context: tuple[EngineOptions, Storage, Observer],
     check_target: Callable[[Plan], None],
+    models: ModelCache,
 ) -> Prepared:
     """Everything up to the first chunk; arguments as for ``prepare.prepare``."""
     engine, storage, observer = context
@@ -45,30 +49,27 @@ def prepare_hybrid(
     if stored is not None:
         check_same_plan(stored, plan)
     check_target(plan)
-    if storage.keep is not None and storage.keep != storage.resume:
-        LatentFolder(storage.keep).check_empty()
+    _check_empty(engine, storage)
     observer.on_plan(plan)
     observer.on_stage("loading")
     began = perf_counter()
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
     manifest = _manifest(source)
-    choose_backend(engine.backend, device)
-    _check_prompts(manifest, plan)
+    choose_backend(engine.backend, device, torch_dtype(dtype))
+    _check_prompts(models.tokenizer(manifest), manifest, plan)
     if stored is not None and stored.dtype != dtype:
         raise ResumeError(f"dtype={dtype}: the stored rollout was made in {stored.dtype}")
-    model = load_model(manifest, device=device, dtype=dtype, backend=engine.backend)
-    marks = fingerprint(device, model.wan.dtype)
-    backend = {
-        "self_attention": model.wan.backend,
-        "cross_attention": "sdpa",
-        "vae_convolutions": model.vae_form,
-    }
-    section = engine_section(device=device, dtype=dtype, backend=backend, fingerprint=marks)
+    model = models.causal(source, manifest, (device, dtype, engine.backend))
+    marks = models.fingerprint(device, model.wan.dtype)
+    section = engine_section(
+        device=device, dtype=dtype, backend=_backends(model), fingerprint=marks
+    )
     if stored is not None:
         check_same_model(stored, plan, model.hashes)
-        if dict(stored.fingerprint) != marks:
+        if dict(stored.fingerprint) != dict(marks):
             section["guarantee"] = {"level": "L3", "means": "resumed under other numerics"}
+    section |= join(engine, model, plan, source_folder.count if source_folder is not None else 0)
     described = rollout_metadata(
         plan,
         given.inputs,
@@ -77,6 +78,8 @@ def prepare_hybrid(
         dtype=dtype,
         fingerprint=marks,
     )
+    if given.pixels is not None:
+        observer.on_stage("encoding")
     latents = encode_given(given, model, plan, observer.stopping)
     loaded = perf_counter() - began
     observer.on_stage("generating")
@@ -85,11 +88,12 @@ def prepare_hybrid(
         model,
         inputs=latents,
         stored=source_folder.read_before_gap() if source_folder is not None else (),
-        stop=observer.stopping,
+        stop=stop_flag(engine, observer),
+        on_start=observer.on_start,
         on_step=observer.on_step,
+        on_latents=_keeper(engine, storage, described, observer),
     )
-    pieces = _pieces(chunks, storage, described)
-    return Prepared(plan, section, model.hashes, given.notes, pieces, loaded)
+    return Prepared(plan, section, model.hashes, given.notes, _pieces(chunks), loaded)
 
 
 def plan_hybrid(
@@ -117,6 +121,8 @@ def plan_hybrid(
     plan = make_plan(
         request, manifest, shape, inputs=given.inputs, itemsize=item, warnings=warnings
     )
+    plan = replace(plan, kv_cache=engine.kv_cache)
+    check_layout(plan, engine)
     if not probe:
         return plan, given
     # only a legal request is worth measuring the machine for
@@ -140,16 +146,48 @@ def _stored_input(request: VideoRequest, resume: LatentFolder | None) -> Given |
     return Given(stored.inputs, None, None, {"kind": stored.inputs.kind})
 
 
-def _pieces(chunks: Iterator[Chunk], storage: Storage, described: StoredRollout) -> Iterator[Piece]:
-    """Store every chunk's latents, then hand its pixels on."""
-    keep = LatentFolder(storage.target) if storage.target is not None else None
+def _backends(model: CausalModel) -> dict[str, str]:
+    """What computes each kind of layer, for the receipt."""
+    return {
+        "self_attention": model.wan.backend,
+        "cross_attention": model.wan.cross_backend,
+        "vae_convolutions": model.vae_form,
+    }
+
+
+def _check_empty(engine: EngineOptions, storage: Storage) -> None:
+    """Latents are kept in a new folder; with several ranks by rank 0 alone."""
+    leader = engine.ranks is None or engine.ranks.leader
+    if leader and storage.keep is not None and storage.keep != storage.resume:
+        LatentFolder(storage.keep).check_empty()
+
+
+def _keeper(
+    engine: EngineOptions, storage: Storage, described: StoredRollout, observer: Observer
+) -> OnLatents | None:
+    """Stores a chunk's latents before they are decoded; None where nothing is to be stored."""
+    if storage.target is None:
+        return None
+    if engine.ranks is not None and not engine.ranks.leader:
+        return lambda _: None
+    keep = LatentFolder(storage.target)
     in_place = storage.target == storage.resume
+
+    def store(made: Denoised) -> None:
+        index = made.spec.index
+        missing = not (in_place and keep.holds(index))
+        if index == 0:
+            keep.describe_as(described)
+        if missing:
+            keep.write(made)
+        observer.on_latents(index, stored=missing)
+
+    return store
+
+
+def _pieces(chunks: Iterator[Chunk]) -> Iterator[Piece]:
+    """A chunk's pixels and its entry in the receipt."""
     for chunk in chunks:
-        if keep is not None:
-            if chunk.spec.index == 0:
-                keep.describe_as(described)
-            if not (in_place and keep.holds(chunk.spec.index)):
-                keep.write(chunk)
         entry = {
             "index": chunk.spec.index,
             "frames": len(chunk.frames),
@@ -161,8 +199,7 @@ def _pieces(chunks: Iterator[Chunk], storage: Storage, described: StoredRollout)
         yield Piece(chunk.frames.numpy(), entry)
 
 
-def _check_prompts(manifest: Manifest, plan: Plan) -> None:
-    tokenizer = load_tokenizer(manifest)
+def _check_prompts(tokenizer: Any, manifest: Manifest, plan: Plan) -> None:
     check_text_length(manifest, tokenizer, "prompt", plan.request.prompt)
     check_text_length(manifest, tokenizer, "negative_prompt", plan.negative_prompt)
     for switch in plan.switches:

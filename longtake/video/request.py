@@ -15,6 +15,7 @@ from typing import Any
 
 from longtake.errors import RequestError
 from longtake.schedulers.prompts import TimedPrompt
+from longtake.video.attention_plan import KINDS, check_attention
 
 MAX_PROMPT_CHARACTERS = 8_000
 MAX_SECONDS = 86_400
@@ -22,7 +23,7 @@ MAX_STEPS = 200
 MAX_SIDE = 8_192
 SEED_LIMIT = 2**63
 MODES = ("hybrid", "clip")
-ATTENTION_PLANS = ("window", "global")
+ATTENTION_PLANS = KINDS
 SIZE = re.compile(r"^(\d{1,6})[xX](\d{1,6})$")
 
 
@@ -44,7 +45,8 @@ class VideoRequest:
         model: short name, folder, manifest file or hub id.
         mode: ``hybrid`` (chunk by chunk) or ``clip`` (one pass of a diffusers pipeline).
         num_inference_steps, guidance_scale, flow_shift, sampler: how a chunk is denoised.
-        window, sink, attention: what a query sees of the past.
+        window, sink, attention: what a query sees of the past; ``attention_plan.py`` has the
+            grammar of the last.
         image: start image (path).
         video: clip to continue from or, with ``strength``, to redraw (path).
         strength: 0 .. 1, how much of ``video`` is noised away.
@@ -103,7 +105,8 @@ class VideoRequest:
     def _check_sampling(self) -> None:
         _check_choice("mode", self.mode, MODES)
         _check_choice("sampler", self.sampler, ("euler", "lcm"))
-        _check_choice("attention", self.attention, ATTENTION_PLANS)
+        if self.attention is not None:
+            check_attention(self.attention)
         if self.seed is not None:
             _check_number("seed", self.seed, low=0, high=SEED_LIMIT - 1)
         if self.num_inference_steps is not None:

@@ -14,13 +14,14 @@ from time import perf_counter
 
 import torch
 
-from longtake.errors import ResumeError
+from longtake.errors import DecodeMemoryError, ResumeError
 from longtake.schedulers.chunks import ChunkSpec
 from longtake.schedulers.samplers import add_noise, euler_step, lcm_step
 from longtake.video.causal_wan import Session, TextCache
 from longtake.video.codec import DecoderState, StreamingDecoder, to_uint8
 from longtake.video.components import CausalModel
 from longtake.video.kv_cache import CacheState
+from longtake.video.memory import is_out_of_memory
 from longtake.video.numerics import draw_noise
 from longtake.video.plan import Plan
 
@@ -35,6 +36,20 @@ class StepEvent:
     chunks: int
     step: int
     steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Denoised:
+    """A chunk before VAE decode: the latents that all the rest follows from.
+
+    Attributes: as of ``Chunk``.
+    """
+
+    spec: ChunkSpec
+    latents: torch.Tensor
+    prompt: int
+    attempt: int
+    reused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,10 @@ class RolloutState:
     recent: dict[int, torch.Tensor]
 
 
+OnStep = Callable[[StepEvent], None]
+OnLatents = Callable[[Denoised], None]
+
+
 class _Stopped(Exception):
     """The stop flag was raised between two denoising steps."""
 
@@ -94,8 +113,14 @@ class Rollout:
         self._specs = list(plan.chunks)
         self._prompt = 0
         batch = 2 if plan.guided else 1
-        cache = model.wan.new_cache(batch, plan.layout.capacity, plan.latent_shape[1:])
-        self._session = Session(cache, self._text(0))
+        cache = model.wan.new_cache(
+            batch,
+            plan.layout.capacity,
+            plan.latent_shape[1:],
+            means=plan.reading.ranks,
+            storage=plan.kv_cache,
+        )
+        self._session = Session(cache, self._text(0), model.wan.reader(plan.reading))
         self._switch_at = {s.chunk: i for i, s in enumerate(plan.switches, start=1)}
         self._recent: dict[int, torch.Tensor] = {}
         self._chunk = 0
@@ -111,15 +136,24 @@ class Rollout:
         *,
         attempt: int = 0,
         stop: StopFlag | None = None,
-        on_step: Callable[[StepEvent], None] | None = None,
+        on_start: OnStep | None = None,
+        on_step: OnStep | None = None,
+        on_latents: OnLatents | None = None,
     ) -> Chunk | None:
         """Make the next chunk, or None if ``stop`` was raised meanwhile.
 
         Args:
             stored: clean latents made earlier: nothing is denoised, only committed and decoded.
             attempt: another number draws other noise.
-            stop: read before every denoising step.
+            stop: read before every denoising step, and before VAE decode where ``on_latents``
+                has taken the latents.
+            on_start: told before every denoising step, how many are done.
             on_step: told after every denoising step.
+            on_latents: given the chunk's latents before VAE decode.
+
+        Raises:
+            DecodeMemoryError: no memory for VAE decode; making the chunk again from its latents
+                goes on from there.
         """
         self._enter()
         spec = self._specs[self._chunk]
@@ -128,30 +162,31 @@ class Rollout:
         if known is not None and stop is not None and stop():
             return None
         self._session.cache.begin(spec.past, spec.own)
-        if known is None:
-            try:
-                latents = self._denoise(spec, attempt, stop, on_step)
-            except _Stopped:
-                return None
-        else:
+        try:
             latents = known
+            if latents is None:
+                latents = self._denoise(spec, attempt, (stop, on_start, on_step))
+        except _Stopped:
+            return None
         self._sync()
         denoised = perf_counter()
         self._commit(spec, latents, attempt)
         self._sync()
         committed = perf_counter()
-        frames = to_uint8(self._decoder.decode(latents[:, :, : spec.keep]))[0]
-        self._sync()
-        decoded = perf_counter()
-        prompt = self._prompt
-        self._chunk += 1
+        made = Denoised(spec, latents, self._prompt, attempt, stored is not None or spec.given)
+        if on_latents is not None:
+            on_latents(made)
+            if stop is not None and stop():
+                return None
+        taken = perf_counter()
+        frames = self._decode(spec, latents)
         timings = {
             "denoise": denoised - started,
             "clean": committed - denoised,
-            "decode": decoded - committed,
+            "decode": perf_counter() - taken,
         }
-        reused = stored is not None or spec.given
-        return Chunk(spec, latents, frames, prompt, attempt, reused, timings)
+        self._chunk += 1
+        return Chunk(spec, latents, frames, made.prompt, attempt, made.reused, timings)
 
     def snapshot(self) -> RolloutState:
         """Remember the state before the next chunk, its prompt switch included."""
@@ -207,9 +242,9 @@ class Rollout:
         self,
         spec: ChunkSpec,
         attempt: int,
-        stop: StopFlag | None,
-        on_step: Callable[[StepEvent], None] | None,
+        told: tuple[StopFlag | None, OnStep | None, OnStep | None],
     ) -> torch.Tensor:
+        stop, on_start, on_step = told
         sigmas = self.plan.sigmas
         x = self._noise(spec, attempt, "start")
         if self.plan.input_kind == "redraw":
@@ -217,6 +252,9 @@ class Rollout:
         for step in range(self.plan.steps):
             if stop is not None and stop():
                 raise _Stopped
+            if on_start is not None:
+                on_start(StepEvent(spec.index, len(self._specs), step, self.plan.steps))
+            self._session.step = step
             velocity = self._velocity(x, sigmas[step])
             if self.plan.sampler == "euler":
                 x = euler_step(x, velocity, sigmas[step], sigmas[step + 1])
@@ -248,12 +286,23 @@ class Rollout:
             self._recent = {f: x for f, x in self._recent.items() if f in cached}
             self._recent |= {f: latents[:, :, place] for place, f in enumerate(spec.own)}
 
+    def _decode(self, spec: ChunkSpec, latents: torch.Tensor) -> torch.Tensor:
+        """Pixels [T, H, W, 3] of what the video shows of a chunk."""
+        try:
+            frames = to_uint8(self._decoder.decode(latents[:, :, : spec.keep]))[0]
+            self._sync()
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise DecodeMemoryError(spec.index) from error
+            raise
+        return frames
+
     def _clean_pass(self, latents: torch.Tensor, noise: Callable[[], torch.Tensor]) -> None:
         x = latents.float()
         if self.plan.context_noise_added and self.plan.context_noise > 0:
             x = add_noise(x, noise(), self.plan.context_noise)
         x = torch.cat([x, x]) if self.plan.guided else x
-        cache = self._session.cache
+        cache, self._session.step = self._session.cache, None
         cache.recording = True
         try:
             self._model.wan.forward(self._session, x, self.plan.context_noise)
@@ -311,7 +360,9 @@ def rollout(
     inputs: torch.Tensor | None = None,
     stored: Sequence[torch.Tensor] | Callable[[int], torch.Tensor | None] = (),
     stop: StopFlag | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    on_start: OnStep | None = None,
+    on_step: OnStep | None = None,
+    on_latents: OnLatents | None = None,
 ) -> Iterator[Chunk]:
     """Make a video chunk by chunk; ends early, after whole chunks, once ``stop`` is raised.
 
@@ -319,8 +370,7 @@ def rollout(
         plan, model, inputs: as for ``Rollout``.
         stored: latents of the first chunks, made earlier: a sequence, or a function from chunk
             index to latents (None from the first missing one on).
-        stop: read before every denoising step.
-        on_step: told after every denoising step.
+        stop, on_start, on_step, on_latents: as for ``Rollout.make_chunk``.
     """
     run = Rollout(plan, model, inputs)
     index = 0
@@ -329,7 +379,9 @@ def rollout(
             latents = stored(index)
         else:
             latents = stored[index] if index < len(stored) else None
-        chunk = run.make_chunk(latents, stop=stop, on_step=on_step)
+        chunk = run.make_chunk(
+            latents, stop=stop, on_start=on_start, on_step=on_step, on_latents=on_latents
+        )
         if chunk is None:
             return
         yield chunk

@@ -169,3 +169,12 @@ def frame_rate(fps: float | Fraction, field: str = "fps") -> Fraction:
     if rate == 0:
         raise RequestError(field, fps, "too slow to be written", "at least 1/1001")
     return rate
+
+
+def check_even(size: tuple[int, int], kind: str) -> None:
+    """Refuse what yuv420p cannot hold: it has one colour for each two by two pixels."""
+    width, height = size
+    if width % 2 or height % 2:
+        nearest = f"nearest {width + width % 2}x{height + height % 2}"
+        reason = f"{kind} needs an even width and height"
+        raise RequestError("size", f"{width}x{height}", reason, nearest)

@@ -60,7 +60,7 @@ class TransformerShape:
         embed = (self.in_channels + self.out_channels) * math.prod(self.patch) * dim
         return 2.0 * query * (self.layers * block + embed)
 
-    def attention_flops(self, query: int, keys: int, text: int) -> float:
+    def attention_flops(self, query: int, keys: float, text: int) -> float:
         """Scores and weighted sums of self- and cross-attention of one forward."""
         return 4.0 * self.layers * query * (keys + text) * self.dim
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -20,7 +22,7 @@ def unknown_words(manifest: Manifest, prompts: Iterable[str]) -> tuple[str, ...]
         return ()
     path = component_file(manifest, manifest.components["tokenizer"], "tokenizer.json")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"model {manifest.name}: {path} cannot be read: {error}") from error
     unknown = tokenizer.token_to_id("<unk>")
@@ -31,6 +33,12 @@ def unknown_words(manifest: Manifest, prompts: Iterable[str]) -> tuple[str, ...]
             if token == unknown:
                 words[prompt[start:end].lower()] = None
     return tuple(words)
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(path: Path, _changed_at: int) -> Tokenizer:
+    """The tokenizer of a file, read once: the service asks at every submission."""
+    return Tokenizer.from_file(str(path))
 
 
 def vocabulary_warnings(manifest: Manifest, prompts: Iterable[str]) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ from longtake.video.segments import (
     ChunkEncoder,
     Frames,
     VideoPacket,
+    check_even,
     frame_rate,
     palettised,
     timed_frames,
@@ -136,10 +137,6 @@ class SegmentWriter(Writer):
     def __init__(self, path: Path, encoder: ChunkEncoder, metadata: Mapping[str, str]) -> None:
         super().__init__(path, encoder.size)
         self._encoder = encoder
-        # A C string ends at a NUL, and would cut the prompt there without a word.
-        pairs = {
-            key: text.replace("\0", "\N{REPLACEMENT CHARACTER}") for key, text in metadata.items()
-        }
         self._part = PartFile(path)
         self._container: OutputContainer = av.open(
             str(self._part.path),
@@ -148,7 +145,7 @@ class SegmentWriter(Writer):
             container_options=dict(encoder.codec.muxer_options),
             metadata_errors="replace",
         )
-        self._container.metadata.update(pairs)
+        self._container.metadata.update(without_nul(metadata))
         # The stream's own encoder never sees a frame: it gives the muxer its headers, which are
         # the same for every segment.
         self._stream = cast(
@@ -176,6 +173,11 @@ class SegmentWriter(Writer):
         self._part.discard()
         with contextlib.suppress(OSError, av.FFmpegError):
             self._container.close()
+
+
+def without_nul(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Texts for a container: a C string ends at a NUL, and would cut the prompt there silently."""
+    return {key: text.replace("\0", "\N{REPLACEMENT CHARACTER}") for key, text in metadata.items()}
 
 
 class PictureWriter(SegmentWriter):
@@ -263,10 +265,7 @@ def open_writer(
     if kind in ("gif", "png"):
         codec = GIF if kind == "gif" else APNG
         return PictureWriter(path, ChunkEncoder(codec, size, rate), metadata)
-    if width % 2 or height % 2:
-        nearest = f"nearest {width + width % 2}x{height + height % 2}"
-        reason = f"{kind} needs an even width and height"
-        raise RequestError("size", f"{width}x{height}", reason, nearest)
+    check_even(size, kind)
     codec = H264 if kind == "mp4" else VP9
     return SegmentWriter(path, ChunkEncoder(codec, size, rate), metadata)
 

@@ -11,9 +11,8 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
-from longtake.errors import BackendError, StateError
+from longtake.errors import StateError
 from longtake.schedulers.chunks import ChunkLayout, ChunkSpec
-from longtake.video.attention import choose_backend
 from longtake.video.causal_wan import CausalWan, Session
 
 LATENT = (4, 6)
@@ -164,12 +163,3 @@ def test_transformer_refuses_a_call_from_outside(
     CausalWan(fresh_transformer)
     with pytest.raises(StateError):
         fresh_transformer(torch.zeros(1, 4, 1, *LATENT), torch.zeros(1), torch.zeros(1, 4, 16))
-
-
-def test_missing_backends_are_errors_not_fallbacks() -> None:
-    cpu = torch.device("cpu")
-    assert choose_backend("auto", cpu)[0] == "sdpa"
-    with pytest.raises(BackendError, match="flash"):
-        choose_backend("flash", cpu)
-    with pytest.raises(BackendError, match="no such backend"):
-        choose_backend("magic", cpu)

@@ -134,6 +134,38 @@ def test_vae_flops(kind: str, papercut: CausalModel, load_tiny: LoadTiny) -> Non
     assert shape.encode_flops(high * wide) == pytest.approx(flops, rel=0.03)
 
 
+def test_attention_costs_what_the_plan_reads(load_tiny: LoadTiny) -> None:
+    model = load_tiny()
+    shape = model.shape.transformer
+
+    def plan(attention: str) -> Plan:
+        return plan_of(model, num_frames=161, attention=attention, num_inference_steps=2)
+
+    def read(made: Plan, frames: list[float]) -> float:
+        tokens, query = made.frame_tokens, 2 * made.frame_tokens
+        each = (shape.attention_flops(query, n * tokens, made.text_tokens) for n in frames)
+        return sum(each) + len(frames) * shape.linear_flops(query)
+
+    seen = [len(c.past) + c.frames for c in plan("global").chunks]
+    # the sink of one frame, the best four, and the own two
+    few = [float(min(n, 1 + 4 + 2)) for n in seen]
+    whole = list(map(float, seen))
+    cases: dict[str, list[float]] = {
+        "global": whole,
+        "global+chunked:9": whole,
+        "topk:4": few,
+        "global,layers:1-2=topk:4": [(n + 2 * k) / 3 for n, k in zip(seen, few, strict=True)],
+    }
+    for attention, frames in cases.items():
+        made = plan(attention)
+        assert made.cost.flops["clean"] == pytest.approx(read(made, frames)), attention
+        assert made.cost.flops["denoise"] == pytest.approx(2 * made.cost.flops["clean"])
+    stepped = plan("global,steps:1=topk:4")
+    expected = read(stepped, whole) + read(stepped, few)
+    assert stepped.cost.flops["denoise"] == pytest.approx(expected)
+    assert stepped.cost.flops["clean"] == pytest.approx(read(stepped, whole))
+
+
 def test_a_video_costs_the_sum_of_its_chunks(load_tiny: LoadTiny) -> None:
     model = load_tiny()
     plan = plan_of(model, num_frames=33, guidance_scale=2.0, negative_prompt="b")

@@ -127,9 +127,10 @@ def test_json_has_every_key_that_receipts_and_tables_use(bundled: Manifest) -> N
     data = json.loads(json.dumps(made.as_dict()))
     assert list(data) == [
         "request", "model", "mode", "seed", "size", "fps", "num_frames", "seconds",
-        "latent_frames", "input", "chunks", "attention", "window", "sink", "sampler",
-        "num_inference_steps", "sigmas", "guidance_scale", "negative_prompt", "context_noise",
-        "context_noise_added", "recache", "prompts", "cost", "warnings",
+        "latent_frames", "input", "chunks", "attention", "attention_plan", "window",
+        "sink", "kv_cache", "sampler", "num_inference_steps", "sigmas", "guidance_scale",
+        "negative_prompt", "context_noise", "context_noise_added", "recache", "prompts",
+        "cost", "warnings",
     ]  # fmt: skip
     assert (data["model"], data["mode"], data["size"]) == ("papercut", "hybrid", "128x80")
     assert data["request"]["prompts"] == [{"at": 1.0, "prompt": "a blue star"}]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from longtake.errors import ResumeError, StateError
+from longtake.errors import DecodeMemoryError, ResumeError, StateError
 from longtake.schedulers.prompts import TimedPrompt
 from longtake.schedulers.samplers import euler_step
 from longtake.video.causal_wan import Session
@@ -17,7 +17,7 @@ from longtake.video.components import CausalModel
 from longtake.video.numerics import draw_noise
 from longtake.video.plan import Inputs, Plan, make_plan
 from longtake.video.request import VideoRequest
-from longtake.video.rollout import Chunk, Rollout, StepEvent, rollout
+from longtake.video.rollout import Chunk, Denoised, Rollout, StepEvent, rollout
 
 LoadTiny = Callable[..., CausalModel]
 BALL = "a red ball bouncing over a green meadow"
@@ -242,6 +242,108 @@ def test_stop_is_read_between_steps_and_keeps_whole_chunks(load_tiny: LoadTiny) 
     chunks = run(plan, model, stop=lambda: len(steps) >= 5, on_step=steps.append)
     assert [(e.chunk, e.step) for e in steps] == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)]
     assert torch.equal(pixels(chunks), pixels(run(plan, model))[:13])
+
+
+def test_latents_are_handed_out_before_the_decode(
+    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny()
+    told: list[str] = []
+    plain = StreamingDecoder.decode
+
+    def decode(decoder: StreamingDecoder, latents: torch.Tensor) -> torch.Tensor:
+        told.append("decode")
+        return plain(decoder, latents)
+
+    monkeypatch.setattr(StreamingDecoder, "decode", decode)
+    taken: list[Denoised] = []
+
+    def take(made: Denoised) -> None:
+        told.append("latents")
+        taken.append(made)
+
+    chunks = run(
+        plan_for(model, num_frames=13),
+        model,
+        on_start=lambda event: told.append(f"start {event.chunk}.{event.step}"),
+        on_step=lambda event: told.append(f"done {event.chunk}.{event.step}"),
+        on_latents=take,
+    )
+    one = ["start 0.0", "done 0.1", "start 0.1", "done 0.2", "latents", "decode"]
+    two = ["start 1.0", "done 1.1", "start 1.1", "done 1.2", "latents", "decode"]
+    assert told == one + two
+    for made, chunk in zip(taken, chunks, strict=True):
+        assert torch.equal(made.latents, chunk.latents)
+        assert (made.spec, made.prompt, made.reused) == (chunk.spec, chunk.prompt, False)
+
+
+def test_a_stop_before_the_decode_is_only_seen_where_latents_were_taken(
+    load_tiny: LoadTiny,
+) -> None:
+    model = load_tiny()
+    plan = plan_for(model)
+    for on_latents, chunks in ((None, 2), (lambda _: None, 1)):
+        steps: list[StepEvent] = []
+        made = run(
+            plan,
+            model,
+            stop=lambda steps=steps: len(steps) >= 4,
+            on_step=steps.append,
+            on_latents=on_latents,
+        )
+        assert len(made) == chunks
+        assert len(steps) == 4
+
+
+def test_a_decode_without_memory_is_made_again_from_the_latents(
+    load_tiny: LoadTiny, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny()
+    plan = plan_for(model, attention=attention)
+    undisturbed = run(plan, model)
+    plain = StreamingDecoder.decode
+    errors = iter(
+        [
+            None,
+            torch.OutOfMemoryError("full"),
+            MemoryError(),
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+        ]
+    )
+
+    def decode(decoder: StreamingDecoder, latents: torch.Tensor) -> torch.Tensor:
+        error = next(errors, None)
+        if error is not None:
+            raise error
+        return plain(decoder, latents)
+
+    monkeypatch.setattr(StreamingDecoder, "decode", decode)
+    again = Rollout(plan, model)
+    taken: list[Denoised] = []
+    first = again.make_chunk()
+    assert first is not None
+    for stored in range(3):
+        with pytest.raises(DecodeMemoryError, match="chunk 1") as failure:
+            again.make_chunk(taken[0].latents if stored else None, on_latents=taken.append)
+        assert failure.value.chunk == 1
+    chunks = [first]
+    latents: torch.Tensor | None = taken[0].latents
+    while not again.finished:
+        chunk = again.make_chunk(latents)
+        assert chunk is not None
+        chunks.append(chunk)
+        latents = None
+    assert torch.equal(pixels(chunks), pixels(undisturbed))
+
+
+def test_memory_that_ends_elsewhere_is_no_matter_of_the_decode(load_tiny: LoadTiny) -> None:
+    model = load_tiny()
+
+    def full(_event: StepEvent) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(plan_for(model), model, on_start=full)
 
 
 def test_two_rollouts_take_turns(load_tiny: LoadTiny) -> None:
