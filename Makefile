@@ -4,11 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check wheel bench eval docs format clean
+.PHONY: demo serve test check wheel bench eval docs format clean
 
 demo: $(STAMP)
 	$(BIN)/longtake generate "a red ball bouncing over a green meadow" --seconds 5 --seed 7 -o demo.mp4
 	@echo "demo.mp4 is in $(CURDIR)"
+
+# Everything on this machine; SERVE="--port 9000 --data DIR" and the like.
+serve: $(STAMP)
+	@exec $(BIN)/longtake serve $(SERVE)
 
 test: $(STAMP)
 	$(BIN)/pytest
@@ -19,6 +23,7 @@ check: $(STAMP) wheel
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m longtake.video.capabilities --check docs/capabilities.md
+	$(BIN)/python -m longtake.settings --check docs/settings.md
 	$(BIN)/pytest
 
 # The installed package, not the clone, must hold the model and run from any folder.
@@ -38,6 +43,7 @@ eval: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m longtake.video.capabilities --write docs/capabilities.md
+	$(BIN)/python -m longtake.settings --write docs/settings.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .

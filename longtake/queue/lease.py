@@ -1,0 +1,121 @@
+"""Keeping a lease while an engine makes progress, and hearing that the job is to be cancelled."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from longtake.errors import LeaseLostError, NotFoundError
+from longtake.queue.records import Job, JobState
+from longtake.queue.store import Store
+
+PROGRESS_S = 0.25
+CANCEL_POLL_S = 0.1
+logger = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """A thread beside one attempt: renews the lease, writes progress, reads ``cancel_requested``.
+
+    It renews only up to a deadline that the attempt moves with every sign of life, so an engine
+    that hangs loses its job to another worker even if this one hangs as well.
+
+    Args:
+        store: where the job is.
+        job: as claimed.
+        lease_s, renew_s: from the settings.
+        on_cancel: called once, with ``keep_chunks``.
+        on_lost: called once; the job is another's, finished or deleted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        job: Job,
+        *,
+        lease_s: float,
+        renew_s: float,
+        on_cancel: Callable[[bool], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._on_cancel: Callable[[bool], None] | None = on_cancel
+        self._on_lost = on_lost
+        self._deadline = time.monotonic() + renew_s
+        self._progress: dict[str, Any] | None = None
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"lease {job.id}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def allow(self, seconds: float) -> None:
+        """There was a sign of life: renew for so long without another one."""
+        self._deadline = time.monotonic() + seconds
+
+    def report(self, progress: dict[str, Any]) -> None:
+        """Write this progress when it is time to."""
+        self._progress = progress
+
+    def nudge(self) -> None:
+        """Look at the job's row now."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """End before the last commit, so that nothing is read into a row that is finished."""
+        self._closed = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        renewed = wrote = time.monotonic()
+        while not self._closed:
+            self._wake.wait(CANCEL_POLL_S)
+            self._wake.clear()
+            if self._closed:
+                return
+            now = time.monotonic()
+            progress = self._progress if now - wrote >= PROGRESS_S else None
+            try:
+                if progress is not None or (
+                    now - renewed >= self._renew_s and now < self._deadline
+                ):
+                    self._renew(progress)
+                    renewed = now
+                    wrote = now if progress is not None else wrote
+                else:
+                    self._look()
+            except (LeaseLostError, NotFoundError):
+                if not self._closed:
+                    self._on_lost()
+                return
+            except SQLAlchemyError as error:
+                logger.warning("%s: the lease cannot be renewed just now: %s", self._job.id, error)
+
+    def _renew(self, progress: dict[str, Any] | None) -> None:
+        renewal = self._store.leases.renew(self._job.id, self._job.fence, self._lease_s, progress)
+        if progress is self._progress:
+            self._progress = None
+        self._cancel(renewal.cancel_requested, renewal.keep_chunks)
+
+    def _look(self) -> None:
+        job = self._store.listings.get(self._job.id, None)
+        if job.fence != self._job.fence or job.state is not JobState.RUNNING:
+            raise LeaseLostError(f"{job.id}: fence {self._job.fence} is over")
+        self._cancel(job.cancel_requested, job.keep_chunks)
+
+    def _cancel(self, requested: bool, keep_chunks: bool) -> None:
+        if requested and self._on_cancel is not None:
+            tell, self._on_cancel = self._on_cancel, None
+            tell(keep_chunks)

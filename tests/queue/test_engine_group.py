@@ -1,0 +1,177 @@
+"""An engine group of real processes: equal to one process, fail-stop, cancel, nothing left over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from longtake.queue.engine import EngineDied, EngineSettings
+from longtake.queue.engine_group import EngineGroup
+from longtake.queue.messages import (
+    ChunkDone,
+    EngineMessage,
+    Failed,
+    Finished,
+    LatentsStored,
+    StepStarted,
+    Stopped,
+    Work,
+)
+from longtake.queue.records import ArtifactKind
+
+MakeModel = Callable[..., Path]
+LIMIT_S = 400.0
+FRAMES = 33
+
+
+@pytest.fixture
+def group() -> Iterator[EngineGroup]:
+    """Two ranks on the CPU; killed whatever happens."""
+    settings = EngineSettings(device="cpu", threads=1, start_limit_s=LIMIT_S)
+    made = EngineGroup(settings, "ulysses=2", 2)
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+def work_for(model: Path, folder: Path, fence: int = 1, **changes: Any) -> Work:
+    """A video of five chunks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    request = {"prompt": "a red ball", "model": str(model), "num_frames": FRAMES, "seed": 3}
+    return Work("video_x", fence, {**request, **changes}, folder)
+
+
+def listen(group: EngineGroup, until: Callable[[EngineMessage], bool]) -> list[EngineMessage]:
+    """Messages up to the first that is wanted."""
+    heard: list[EngineMessage] = []
+    deadline = monotonic() + LIMIT_S
+    while monotonic() < deadline:
+        message = group.receive(1.0)
+        if message is not None:
+            heard.append(message)
+            if until(message):
+                return heard
+    pytest.fail(f"not heard; last: {heard[-3:]}")
+
+
+def ended(message: EngineMessage) -> bool:
+    """The last message of an attempt."""
+    return isinstance(message, Finished | Stopped | Failed)
+
+
+def latents_of(folder: Path) -> dict[str, bytes]:
+    """Stored latents by name: the numbers, since a file's header has no fixed order."""
+    files = sorted((folder / "latents").glob("chunk*"))
+    return {file.name: load_file(file)["latents"].numpy().tobytes() for file in files}
+
+
+def is_step(chunk: int) -> Callable[[EngineMessage], bool]:
+    """A step of this chunk begins."""
+    return lambda message: isinstance(message, StepStarted) and message.chunk == chunk
+
+
+@pytest.mark.timeout(1200)
+def test_whole_life(group: EngineGroup, make_model: MakeModel, tmp_path: Path) -> None:
+    """Done; refused; killed and resumed; stopped and kept; hung; in one go, since starts are slow.
+
+    Each part fails by its own message.
+    """
+    model = make_model()
+    ready = group.start()
+    assert ready.pid == group.pids[0]
+    assert len(set(group.pids)) == 2
+
+    whole = tmp_path / "whole"
+    group.send(work_for(model, whole))
+    heard = listen(group, ended)
+    assert isinstance(heard[-1], Finished), heard[-1]
+    assert heard[-1].frames == FRAMES
+    kinds = [file.kind for file in heard[-1].files]
+    assert ArtifactKind.VIDEO in kinds
+    assert sum(isinstance(message, ChunkDone) for message in heard) == 5
+    expected = latents_of(whole)
+    assert len(expected) == 5
+
+    _refused_by_name(group, model, tmp_path)
+    _all_leave_at_the_same_step(group, model, tmp_path, expected)
+    _a_killed_rank_ends_all(group, model, tmp_path, expected)
+    _a_stopped_rank_is_killed_too(group, model, tmp_path)
+
+
+def _refused_by_name(group: EngineGroup, model: Path, tmp_path: Path) -> None:
+    """What a layout cannot do comes from every rank, and the group goes on."""
+    pids = group.pids
+    group.send(work_for(model, tmp_path / "refused", num_frames=32))
+    message = listen(group, ended)[-1]
+    assert isinstance(message, Failed)
+    assert message.field == "num_frames"
+    assert not message.broken
+    assert group.alive
+    assert group.pids == pids
+
+
+def _all_leave_at_the_same_step(
+    group: EngineGroup, model: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    """Asked to stop in a chunk: every rank is through, finished chunks are whole, all still run."""
+    folder = tmp_path / "stopped"
+    group.send(work_for(model, folder))
+    listen(group, is_step(2))
+    group.ask_stop(keep=True)
+    message = listen(group, ended)[-1]
+    assert isinstance(message, Stopped), message
+    assert message.frames in (13, 21, 29)
+    assert group.alive
+    stored = latents_of(folder)
+    assert stored == {name: expected[name] for name in stored}
+
+
+def _a_killed_rank_ends_all(
+    group: EngineGroup, model: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    """SIGKILL of rank 1 in a step; a new group goes on from what was stored: same bytes."""
+    folder = tmp_path / "killed"
+    group.send(work_for(model, folder))
+    listen(group, is_step(2))
+    before = group.pids
+    os.kill(before[1], signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        listen(group, ended)
+    assert not group.alive
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    group.start()
+    assert not set(group.pids) & set(before)
+    again = tmp_path / "again"
+    shutil.copytree(folder / "latents", again / "latents")
+    group.send(work_for(model, again, fence=2))
+    heard = listen(group, ended)
+    assert isinstance(heard[-1], Finished), heard[-1]
+    assert any(message.reused for message in heard if isinstance(message, ChunkDone))
+    assert latents_of(again) == expected
+
+
+def _a_stopped_rank_is_killed_too(group: EngineGroup, model: Path, tmp_path: Path) -> None:
+    """SIGSTOP of rank 1: rank 0 falls silent, and killing the group leaves nothing."""
+    group.send(work_for(model, tmp_path / "hung"))
+    listen(group, is_step(1))
+    pids = group.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    heard: list[EngineMessage] = []
+    while (message := group.receive(3.0)) is not None:
+        heard.append(message)
+    assert not any(ended(message) or isinstance(message, LatentsStored) for message in heard[2:])
+    assert group.alive
+    group.kill()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(EngineDied):
+        group.send(work_for(model, tmp_path / "after"))
