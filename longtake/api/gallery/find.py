@@ -1,0 +1,128 @@
+"""What the gallery is asked to show: the query of a page, and the jobs it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from urllib.parse import urlencode
+
+from fastapi import Request
+
+from longtake.api.gallery.cards import Card, make_cards
+from longtake.api.objects import STATES
+from longtake.errors import NotFoundError
+from longtake.queue.listings import Filters
+from longtake.queue.records import Job, JobState
+from longtake.queue.store import Store
+
+PAGE_SIZE = 48
+MAX_IDS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """The fields of the search form; an empty one filters nothing."""
+
+    q: str = ""
+    model: str = ""
+    state: str = ""
+    seed: str = ""
+    since: str = ""
+    until: str = ""
+    tag: str = ""
+    batch: str = ""
+    stars: str = ""
+    trash: str = ""
+
+    @property
+    def active(self) -> int:
+        """How many of those filter that are folded away."""
+        values = (self.model, self.state, self.seed, self.since, self.until, self.tag)
+        return sum(bool(v) for v in (*values, self.batch))
+
+    def url(self, **changes: str) -> str:
+        """The query as a URL's, with some fields changed."""
+        fields = {name: getattr(self, name) for name in self.__slots__} | changes
+        return urlencode({name: value for name, value in fields.items() if value})
+
+    def filters(self) -> Filters:
+        """For the store. A value that is of no use, such as half a date, filters nothing."""
+        return Filters(
+            state=STATES.get(self.state),
+            model=self.model or None,
+            text=self.q or None,
+            batch_id=self.batch or None,
+            starred=True if self.stars else None,
+            trashed=bool(self.trash),
+            tag=self.tag or None,
+            seed=int(self.seed) if self.seed.isdecimal() and len(self.seed) < 20 else None,
+            created_after=_midnight(self.since),
+            created_before=_midnight(self.until, days=1),
+        )
+
+    def shows(self, job: Job) -> bool:
+        """True if the job would be among those found."""
+        wanted = self.filters()
+        seed = job.request.get("seed")
+        after, before = wanted.created_after, wanted.created_before
+        return all(
+            (
+                (job.trashed_at is not None) == wanted.trashed,
+                wanted.state in (None, job.state),
+                wanted.model in (None, job.model),
+                wanted.batch_id in (None, job.batch_id),
+                wanted.seed in (None, seed),
+                not wanted.starred or job.starred,
+                wanted.tag is None or wanted.tag in job.tags,
+                not self.q or self.q.casefold() in job.prompt.casefold(),
+                after is None or job.created_at >= after,
+                before is None or job.created_at < before,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Some cards, and the id after which there are more (None where there are none)."""
+
+    cards: list[Card]
+    after: str | None
+
+
+def query_of(request: Request) -> Query:
+    """The query of a request's URL; unknown names are ignored, since links get old."""
+    given = request.query_params
+    return Query(**{name: given.get(name, "").strip()[:400] for name in Query.__slots__})
+
+
+def find(store: Store, owner: str, query: Query, after: str | None = None) -> Found:
+    """A page of cards, newest first."""
+    seq = store.events.latest(owner=owner)
+    page = store.listings.page(owner, after, PAGE_SIZE, "desc", query.filters())
+    cards = make_cards(page.jobs, seq, store.listings.positions(waiting(page.jobs)))
+    return Found(cards, page.jobs[-1].id if page.has_more and page.jobs else None)
+
+
+def by_id(store: Store, owner: str, ids: list[str]) -> list[Card]:
+    """Cards of the jobs that are there, in the order asked for."""
+    seq = store.events.latest(owner=owner)
+    jobs = []
+    for job_id in ids[:MAX_IDS]:
+        try:
+            jobs.append(store.listings.get(job_id, owner))
+        except NotFoundError:
+            continue
+    return make_cards(jobs, seq, store.listings.positions(waiting(jobs)))
+
+
+def waiting(jobs: list[Job]) -> list[Job]:
+    """Those that have a place in the queue."""
+    return [job for job in jobs if job.state is JobState.QUEUED]
+
+
+def _midnight(date: str, days: int = 0) -> float | None:
+    try:
+        day = datetime.strptime(date, "%Y-%m-%d").replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return (day + timedelta(days=days)).timestamp()
