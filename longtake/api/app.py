@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longtake import __version__
 from longtake.api import (
@@ -63,7 +64,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version=__version__,
         summary=DESCRIPTION,
         generate_unique_id_function=lambda route: route.name,
-        root_path=settings.base_path.rstrip("/"),
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
         lifespan=_lifespan,
@@ -85,8 +85,28 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(Guard, settings=settings)
     metrics.install(app)  # around the guard, so that it sees refusals too
     gallery.install(app)  # outermost: the login needs no key
+    base = settings.base_path.rstrip("/")
+    if base:
+        app.add_middleware(BasePath, path=base)
     install_openapi(app)
     return app
+
+
+class BasePath:
+    """ASGI middleware: the path under which a proxy serves the API, whether it cuts it off or not.
+
+    Routing takes it off where it is there, and links are made with it.
+    """
+
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        self._app = app
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and not scope.get("root_path"):
+            scope["root_path"] = self._path
+        await self._app(scope, receive, send)
 
 
 @asynccontextmanager

@@ -86,8 +86,7 @@ class Guard:
 
     def _path(self, scope: Scope) -> str:
         path: str = scope["path"]
-        root = self._settings.base_path.rstrip("/")
-        return path.removeprefix(root) if root else path
+        return path.removeprefix(str(scope.get("root_path", "")))
 
     def _body_limit(self, headers: Raw) -> int:
         form = (find(headers, b"content-type") or b"").lower().startswith(b"multipart/")

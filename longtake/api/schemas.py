@@ -116,7 +116,7 @@ class RequestFields(_Body):
     sampler: Text | None = Field(None, description="euler or lcm")
     window: Whole | None = Field(None, description="latent frames a query sees")
     sink: Whole | None = Field(None, description="first latent frames that are never evicted")
-    attention: Text | None = Field(None, description="window or global")
+    attention: Text | None = Field(None, description="attention plan, such as window or global")
     strength: Number | None = Field(
         None, description="0 to 1, how much of an input video is noised away"
     )

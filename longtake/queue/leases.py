@@ -215,7 +215,7 @@ class Leases:
             if job.state == JobState.COMPLETED:
                 return job
             self._files.attach(conn, job_id, artifacts)
-            self._files.drop_stale(conn, job_id)
+            self._files.sweep(conn, job_id)
             ended = self._endings.finish(conn, job, JobState.COMPLETED, details=details)
             return self._commit(conn, ended)
 
@@ -245,7 +245,7 @@ class Leases:
                 return job
             if artifacts:
                 self._files.attach(conn, job_id, artifacts)
-                self._files.drop_stale(conn, job_id)
+                self._files.sweep(conn, job_id)
             return self._commit(conn, self._endings.cancel(conn, job))
 
     @again

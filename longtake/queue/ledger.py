@@ -263,26 +263,6 @@ class Ledger:
         self.weigh(conn, job_id)
         self.sweep(conn, job_id)
 
-    def drop_stale(self, conn: Connection, job_id: str) -> None:
-        """Forget chunk files that no chunk names any more, and what is left of lost attempts."""
-        named = (
-            select(chunks.c.latents_key)
-            .where(chunks.c.job_id == job_id, chunks.c.latents_key.is_not(None))
-            .union_all(
-                select(chunks.c.segment_key).where(
-                    chunks.c.job_id == job_id, chunks.c.segment_key.is_not(None)
-                )
-            )
-        )
-        stale = and_(
-            artifacts.c.job_id == job_id,
-            artifacts.c.kind.in_([ArtifactKind.LATENTS, ArtifactKind.SEGMENT]),
-            artifacts.c.key.not_in(named),
-        )
-        self.discard(conn, stale)
-        self.weigh(conn, job_id)
-        self.sweep(conn, job_id)
-
     def sweep(self, conn: Connection, job_id: str) -> None:
         """Have the folders of attempts removed that hold nothing of use."""
         used = select(artifacts.c.fence).where(

@@ -27,9 +27,9 @@ def jobs_of(site: Site, batch: dict[str, Any]) -> list[Job]:
     return site.service.store.batches.results(batch["id"])
 
 
-def test_legal_items_are_queued_and_the_others_told(site: Site) -> None:
+def test_legal_items_are_queued_and_the_others_told(api: Site) -> None:
     wrong_seed = {**GOOD, "seed": -1}
-    batch = create(site, GOOD, {}, {**GOOD, "seed": 7}, {**GOOD, "sed": 7}, wrong_seed, "text")
+    batch = create(api, GOOD, {}, {**GOOD, "seed": 7}, {**GOOD, "sed": 7}, wrong_seed, "text")
 
     assert batch["name"] == "balls"
     assert batch["status"] == "in_progress"
@@ -50,26 +50,26 @@ def test_legal_items_are_queued_and_the_others_told(site: Site) -> None:
     assert [item["param"] for item in items] == [None, "prompt", None, "sed", "seed", "items"]
     assert items[3]["error"]["code"] == "unknown_field"
     assert "nearest: seed" in items[3]["error"]["message"]
-    first, second = jobs_of(site, batch)
+    first, second = jobs_of(api, batch)
     assert (first.batch_index, second.batch_index) == (0, 2)
     assert second.request["seed"] == 7
-    listed = site.http.get("/v1/videos", params={"batch_id": batch["id"]}).json()["data"]
+    listed = api.http.get("/v1/videos", params={"batch_id": batch["id"]}).json()["data"]
     assert {one["id"] for one in listed} == {first.id, second.id}
     assert items[0]["urls"]["content"] == f"/v1/videos/{first.id}/content"
-    assert site.http.get(items[0]["urls"]["video"]).json()["id"] == first.id
+    assert api.http.get(items[0]["urls"]["video"]).json()["id"] == first.id
 
 
 @pytest.mark.parametrize("kind", ["application/jsonl", "application/x-ndjson", "form", "document"])
-def test_lines_and_files_are_taken(site: Site, kind: str) -> None:
+def test_lines_and_files_are_taken(api: Site, kind: str) -> None:
     lines = f"{json.dumps(GOOD)}\n\nnonsense\n".encode()
     if kind == "form":
         files = {"file": ("balls.jsonl", lines, "application/octet-stream")}
-        answer = site.http.post("/v1/batches", files=files, data={"name": "balls"})
+        answer = api.http.post("/v1/batches", files=files, data={"name": "balls"})
     elif kind == "document":
         document = json.dumps({"items": [GOOD, "nonsense"], "name": "balls"}, indent=1).encode()
-        answer = site.http.post("/v1/batches", files={"file": ("balls.json", document)})
+        answer = api.http.post("/v1/batches", files={"file": ("balls.json", document)})
     else:
-        answer = site.http.post("/v1/batches", content=lines, headers={"content-type": kind})
+        answer = api.http.post("/v1/batches", content=lines, headers={"content-type": kind})
 
     batch = answer.json()
     assert [item["status"] for item in batch["items"]] == ["queued", "invalid"]
@@ -91,14 +91,14 @@ def test_lines_and_files_are_taken(site: Site, kind: str) -> None:
     ],
 )
 def test_a_manifest_that_cannot_be_read_is_refused(
-    site: Site, content: bytes, kind: str, status: int, param: str | None
+    api: Site, content: bytes, kind: str, status: int, param: str | None
 ) -> None:
-    answer = site.http.post("/v1/batches", content=content, headers={"content-type": kind})
+    answer = api.http.post("/v1/batches", content=content, headers={"content-type": kind})
 
     assert answer.status_code == status, answer.text
     if param is not None:
         assert answer.json()["error"]["param"] == param
-    assert site.http.get("/v1/batches").json()["data"] == []
+    assert api.http.get("/v1/batches").json()["data"] == []
 
 
 def test_a_form_without_a_file_or_with_too_long_a_one_is_refused(make_site: MakeSite) -> None:
@@ -121,65 +121,65 @@ def test_a_quota_refuses_the_batch_as_a_whole(make_site: MakeSite) -> None:
     assert site.http.get("/v1/videos").json()["data"] == []
 
 
-def test_the_same_key_makes_one_batch(site: Site) -> None:
+def test_the_same_key_makes_one_batch(api: Site) -> None:
     key = {"idempotency-key": '"mine"'}
-    first = create(site, GOOD, {}, **key)
-    again = create(site, GOOD, {}, **key)
-    other = site.http.post("/v1/batches", json={"items": [GOOD]}, headers=key)
+    first = create(api, GOOD, {}, **key)
+    again = create(api, GOOD, {}, **key)
+    other = api.http.post("/v1/batches", json={"items": [GOOD]}, headers=key)
 
     assert again["id"] == first["id"]
     assert again["items"] == first["items"]
-    assert len(jobs_of(site, first)) == 1
+    assert len(jobs_of(api, first)) == 1
     assert other.status_code == 422
 
 
-def test_cancel_stops_what_is_not_finished(site: Site) -> None:
-    batch = create(site, GOOD, GOOD, GOOD)
-    store = site.service.store
+def test_cancel_stops_what_is_not_finished(api: Site) -> None:
+    batch = create(api, GOOD, GOOD, GOOD)
+    store = api.service.store
     running = store.leases.claim("worker-1", "default", loaded_model=None, affinity_s=0, lease_s=60)
     done = store.leases.claim("worker-2", "default", loaded_model=None, affinity_s=0, lease_s=60)
     assert running is not None
     assert done is not None
     store.leases.complete(done.id, done.fence, [], {})
 
-    answer = site.http.post(f"/v1/batches/{batch['id']}/cancel").json()
+    answer = api.http.post(f"/v1/batches/{batch['id']}/cancel").json()
 
     counts = answer["request_counts"]
     assert [counts[name] for name in ("completed", "cancelled", "in_progress")] == [1, 1, 1]
     assert answer["status"] == "in_progress"
     assert store.listings.get(running.id).cancel_requested
     store.leases.cancelled(running.id, running.fence, [])
-    assert site.http.get(f"/v1/batches/{batch['id']}").json()["status"] == "completed"
+    assert api.http.get(f"/v1/batches/{batch['id']}").json()["status"] == "completed"
 
 
-def test_items_are_paged_and_deleted_ones_said(site: Site) -> None:
-    batch = create(site, GOOD, {}, GOOD, GOOD)
+def test_items_are_paged_and_deleted_ones_said(api: Site) -> None:
+    batch = create(api, GOOD, {}, GOOD, GOOD)
     path = f"/v1/batches/{batch['id']}"
-    site.http.delete(f"/v1/videos/{jobs_of(site, batch)[1].id}")
+    api.http.delete(f"/v1/videos/{jobs_of(api, batch)[1].id}")
 
-    first = site.http.get(path, params={"limit": 3}).json()
-    rest = site.http.get(path, params={"after": first["last_index"], "limit": 3}).json()
+    first = api.http.get(path, params={"limit": 3}).json()
+    rest = api.http.get(path, params={"after": first["last_index"], "limit": 3}).json()
 
     assert [item["status"] for item in first["items"]] == ["queued", "invalid", "deleted"]
     assert (first["has_more"], first["last_index"]) == (True, 2)
     assert [item["status"] for item in rest["items"]] == ["queued"]
     assert rest["has_more"] is False
     assert rest["request_counts"]["deleted"] == 1
-    assert site.http.get(path, params={"after": 99}).json()["items"] == []
+    assert api.http.get(path, params={"after": 99}).json()["items"] == []
 
 
-def test_batches_are_listed_newest_first_and_are_their_owners_own(site: Site) -> None:
-    made = [create(site, GOOD)["id"] for _ in range(3)]
-    foreign = site.service.store.batches.create("key_other", None, 0)
+def test_batches_are_listed_newest_first_and_are_their_owners_own(api: Site) -> None:
+    made = [create(api, GOOD)["id"] for _ in range(3)]
+    foreign = api.service.store.batches.create("key_other", None, 0)
 
-    first = site.http.get("/v1/batches", params={"limit": 2}).json()
-    rest = site.http.get("/v1/batches", params={"after": first["last_id"]}).json()
+    first = api.http.get("/v1/batches", params={"limit": 2}).json()
+    rest = api.http.get("/v1/batches", params={"after": first["last_id"]}).json()
 
     assert [one["id"] for one in first["data"] + rest["data"]] == made[::-1]
     assert (first["has_more"], rest["has_more"]) == (True, False)
     for method, path in (("GET", ""), ("POST", "/cancel")):
-        assert site.http.request(method, f"/v1/batches/{foreign.id}{path}").status_code == 404
-    assert site.http.get("/v1/batches", params={"after": foreign.id}).status_code == 404
+        assert api.http.request(method, f"/v1/batches/{foreign.id}{path}").status_code == 404
+    assert api.http.get("/v1/batches", params={"after": foreign.id}).status_code == 404
 
 
 def test_a_service_that_stops_takes_no_batch(site: Site) -> None:

@@ -354,4 +354,4 @@ def test_clip_mode_is_planned_too(api: Any) -> None:
     body = {"prompt": "a red ball", "mode": "clip", "num_frames": 17}
     video = api.http.post("/v1/videos", json=body).json()
     assert (video["mode"], video["x_progress"]["chunks"]) == ("clip", 1)
-    _refused(api.http.post("/v1/videos", json={**body, "window": 6}), "window", "clip mode")
+    _refused(api.http.post("/v1/videos", json={**body, "sampler": "lcm"}), "sampler", "clip mode")

@@ -88,9 +88,9 @@ def run_to_the_end(site: Site, job: Job) -> None:
     leases.complete(job.id, claimed.fence, [], {})
 
 
-def test_one_video_is_followed_from_its_beginning_to_its_end(site: Site) -> None:
-    job = site.submit()
-    with listen(site, f"/v1/videos/{job.id}/events") as stream:
+def test_one_video_is_followed_from_its_beginning_to_its_end(api: Site) -> None:
+    job = api.submit()
+    with listen(api, f"/v1/videos/{job.id}/events") as stream:
         assert stream.answer.headers["content-type"].startswith("text/event-stream")
         assert stream.answer.headers["cache-control"] == "no-cache"
         assert stream.answer.headers["x-accel-buffering"] == "no"
@@ -98,7 +98,7 @@ def test_one_video_is_followed_from_its_beginning_to_its_end(site: Site) -> None
         queued = stream.event()
         assert (queued["id"], queued["status"]) == (job.id, "queued")
 
-        run_to_the_end(site, job)
+        run_to_the_end(api, job)
 
         told = [stream.event() for _ in range(3)]
         assert [one["status"] for one in told] == ["in_progress", "in_progress", "completed"]
@@ -106,40 +106,40 @@ def test_one_video_is_followed_from_its_beginning_to_its_end(site: Site) -> None
         assert stream.rest() == []
 
 
-def test_a_client_that_comes_back_is_told_the_rest_and_then_no_more(site: Site) -> None:
-    job = site.submit()
+def test_a_client_that_comes_back_is_told_the_rest_and_then_no_more(api: Site) -> None:
+    job = api.submit()
     path = f"/v1/videos/{job.id}/events"
-    with listen(site, path) as stream:
+    with listen(api, path) as stream:
         first = stream.event()["seq"]
-    run_to_the_end(site, job)
+    run_to_the_end(api, job)
 
-    with listen(site, path, last=first) as stream:
+    with listen(api, path, last=first) as stream:
         # progress is forgotten once a video is finished
         assert stream.rest() == ["started", "completed"]
-    last = site.service.store.events.latest(job_id=job.id)
-    assert site.http.get(path, headers={"last-event-id": str(last)}).status_code == 204
-    assert site.http.get(path, params={"last_event_id": str(last)}).status_code == 204
-    with listen(site, path, last=last + 1000) as stream:  # the id of another database
+    last = api.service.store.events.latest(job_id=job.id)
+    assert api.http.get(path, headers={"last-event-id": str(last)}).status_code == 204
+    assert api.http.get(path, params={"last_event_id": str(last)}).status_code == 204
+    with listen(api, path, last=last + 1000) as stream:  # the id of another database
         assert stream.rest() == ["queued", "started", "completed"]
 
 
-def test_a_retried_video_goes_on_after_its_failure(site: Site) -> None:
-    store, job = site.service.store, site.submit()
+def test_a_retried_video_goes_on_after_its_failure(api: Site) -> None:
+    store, job = api.service.store, api.submit()
     store.submissions.cancel(job.id, None)
     store.submissions.retry(job.id, None)
-    with listen(site, f"/v1/videos/{job.id}/events") as stream:
+    with listen(api, f"/v1/videos/{job.id}/events") as stream:
         assert stream.types(3) == ["queued", "cancelled", "requeued"]
-        run_to_the_end(site, job)
+        run_to_the_end(api, job)
         assert stream.rest()[-1] == "completed"
 
 
-def test_a_deleted_video_ends_its_stream(site: Site) -> None:
-    job = site.submit()
-    with listen(site, f"/v1/videos/{job.id}/events") as stream:
+def test_a_deleted_video_ends_its_stream(api: Site) -> None:
+    job = api.submit()
+    with listen(api, f"/v1/videos/{job.id}/events") as stream:
         assert stream.types(1) == ["queued"]
-        site.service.store.submissions.delete(job.id, None)
+        api.service.store.submissions.delete(job.id, None)
         assert stream.rest() == ["deleted"]
-    assert site.http.get(f"/v1/videos/{job.id}/events").status_code == 404
+    assert api.http.get(f"/v1/videos/{job.id}/events").status_code == 404
 
 
 def test_all_videos_of_an_owner_on_one_stream_and_nobody_elses(site: Site) -> None:
@@ -178,21 +178,21 @@ def test_what_is_not_legal_is_refused(api: Site, path: str, headers: dict[str, s
 
 
 def test_nothing_is_lost_or_told_twice_while_many_write_and_clients_come_and_go(
-    site: Site,
+    api: Site,
 ) -> None:
     """Four writers, one client that comes back after every three events."""
-    start = site.service.store.events.latest()
-    writers = [threading.Thread(target=lambda: [site.submit() for _ in range(5)]) for _ in range(4)]
+    start = api.service.store.events.latest()
+    writers = [threading.Thread(target=lambda: [api.submit() for _ in range(5)]) for _ in range(4)]
     for writer in writers:
         writer.start()
     seen: list[int] = []
     while len(seen) < 20:
-        with listen(site, "/v1/events", last=seen[-1] if seen else start) as stream:
+        with listen(api, "/v1/events", last=seen[-1] if seen else start) as stream:
             for _ in range(min(3, 20 - len(seen))):
                 seen.append(stream.event()["seq"])
     for writer in writers:
         writer.join()
-    assert seen == [event.seq for event in site.service.store.events.read(start)]
+    assert seen == [event.seq for event in api.service.store.events.read(start)]
 
 
 async def frames_of(hub: Hub, stream: Stream, count: int) -> list[str]:

@@ -46,25 +46,25 @@ def test_a_process_without_anything_else_is_alive(site: Site) -> None:
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
-def test_ready_once_a_worker_is_up_and_until_its_heartbeat_is_old(site: Site) -> None:
-    assert ready(site) == (503, {**GOOD, "workers": "none is up"})
-    store = site.service.store
+def test_ready_once_a_worker_is_up_and_until_its_heartbeat_is_old(api: Site) -> None:
+    assert ready(api) == (503, {**GOOD, "workers": "none is up"})
+    store = api.service.store
     store.workers.beat(WORKER)
-    assert ready(site) == (200, GOOD)
+    assert ready(api) == (200, GOOD)
     with store.db.write() as conn:
         conn.execute(update(workers).values(seen_at=workers.c.seen_at - 60))
-    assert ready(site) == (503, {**GOOD, "workers": "none is up"})
+    assert ready(api) == (503, {**GOOD, "workers": "none is up"})
 
 
 GOOD = {"service": "ok", "disk": "ok", "database": "ok", "workers": "ok"}
 
 
 @pytest.mark.parametrize("state", ["starting", "disk_full", "broken", "stopping"])
-def test_a_worker_that_takes_no_jobs_does_not_count(site: Site, state: str) -> None:
-    site.service.store.workers.beat(replace(WORKER, state=state))
-    assert ready(site) == (503, {**GOOD, "workers": f"none is up: {state}"})
-    site.service.store.workers.beat(replace(WORKER, id="worker_2", state="busy"))
-    assert ready(site) == (200, GOOD)
+def test_a_worker_that_takes_no_jobs_does_not_count(api: Site, state: str) -> None:
+    api.service.store.workers.beat(replace(WORKER, state=state))
+    assert ready(api) == (503, {**GOOD, "workers": f"none is up: {state}"})
+    api.service.store.workers.beat(replace(WORKER, id="worker_2", state="busy"))
+    assert ready(api) == (200, GOOD)
 
 
 def test_a_service_that_stops_is_not_ready(site: Site) -> None:

@@ -59,26 +59,26 @@ def create(site: Site, **changes: Any) -> dict[str, Any]:
     return made
 
 
-def test_a_secret_is_told_on_creation_and_rotation_only(site: Site) -> None:
-    made = create(site)
+def test_a_secret_is_told_on_creation_and_rotation_only(api: Site) -> None:
+    made = create(api)
     assert made["signing_secret"].startswith("whsec_")
     path = f"/v1/webhooks/{made['id']}"
     shown = [
-        site.http.get(path).json(),
-        site.http.post(path, json={"name": "yours"}).json(),
-        site.http.get("/v1/webhooks").json()["data"][0],
+        api.http.get(path).json(),
+        api.http.post(path, json={"name": "yours"}).json(),
+        api.http.get("/v1/webhooks").json()["data"][0],
     ]
     assert all("signing_secret" not in one for one in shown)
     assert shown[0]["signing_secret_hint"].endswith(made["signing_secret"][-4:])
 
-    rotated = site.http.post(f"{path}/rotate_secret").json()
+    rotated = api.http.post(f"{path}/rotate_secret").json()
 
     assert rotated["signing_secret"] != made["signing_secret"]
-    stored = site.service.store.webhooks.get(made["id"])
+    stored = api.service.store.webhooks.get(made["id"])
     assert stored.previous_secret == made["signing_secret"]
     body = {"keep_old_secret_active_for_24_hours": False}
-    assert site.http.post(f"{path}/rotate_secret", json=body).status_code == 200
-    assert site.service.store.webhooks.get(made["id"]).previous_secret is None
+    assert api.http.post(f"{path}/rotate_secret", json=body).status_code == 200
+    assert api.service.store.webhooks.get(made["id"]).previous_secret is None
 
 
 def test_openais_sdk_manages_endpoints_and_receives_what_they_are_sent(
@@ -132,14 +132,14 @@ def test_a_finished_video_is_told_and_logged(make_site: MakeSite, receiver: Rece
     assert (log["first_id"], log["has_more"]) == (told["id"], False)
 
 
-def test_the_log_is_paged_newest_first(site: Site) -> None:
-    hook = create(site)
-    store = site.service.store.webhooks
+def test_the_log_is_paged_newest_first(api: Site) -> None:
+    hook = create(api)
+    store = api.service.store.webhooks
     made = [store.send_test(hook["id"], None, "video.failed").id for _ in range(5)]
     path, seen, after = f"/v1/webhooks/{hook['id']}/deliveries", [], None
     while True:
         query = {"limit": 2, **({"after": after} if after else {})}
-        page = site.http.get(path, params=query).json()
+        page = api.http.get(path, params=query).json()
         seen += [one["id"] for one in page["data"]]
         after = page["last_id"]
         if not page["has_more"]:
@@ -169,17 +169,17 @@ def test_the_log_is_paged_newest_first(site: Site) -> None:
     ],
 )
 def test_what_is_not_legal_is_refused_by_name(
-    site: Site, changes: dict[str, Any], param: str
+    api: Site, changes: dict[str, Any], param: str
 ) -> None:
-    answer = site.http.post("/v1/webhooks", json={**NEW, **changes})
+    answer = api.http.post("/v1/webhooks", json={**NEW, **changes})
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
-    hook = create(site)
+    hook = create(api)
     if changes.get("name") != "" and "secret" not in changes:
-        answer = site.http.post(f"/v1/webhooks/{hook['id']}", json=changes)
+        answer = api.http.post(f"/v1/webhooks/{hook['id']}", json=changes)
         assert answer.status_code == 400
-        assert site.service.store.webhooks.get(hook["id"]).url == NEW["url"]
+        assert api.service.store.webhooks.get(hook["id"]).url == NEW["url"]
 
 
 def test_a_sample_that_nobody_answers_is_a_400(make_site: MakeSite) -> None:
@@ -194,30 +194,30 @@ def test_a_sample_that_nobody_answers_is_a_400(make_site: MakeSite) -> None:
     assert wrong.json()["error"]["param"] == "event_type"
 
 
-def test_endpoints_are_their_owners_own(site: Site) -> None:
-    foreign = site.service.store.webhooks.create(
+def test_endpoints_are_their_owners_own(api: Site) -> None:
+    foreign = api.service.store.webhooks.create(
         "key_other", "theirs", "https://hooks.example/", ["video.completed"]
     )
     path = f"/v1/webhooks/{foreign.id}"
     answers = [
-        site.http.get(path),
-        site.http.post(path, json={"name": "mine"}),
-        site.http.delete(path),
-        site.http.post(f"{path}/rotate_secret"),
-        site.http.post(f"{path}/test", json={"event_type": "video.failed"}),
-        site.http.get(f"{path}/deliveries"),
-        site.http.get("/v1/webhooks", params={"after": foreign.id}),
+        api.http.get(path),
+        api.http.post(path, json={"name": "mine"}),
+        api.http.delete(path),
+        api.http.post(f"{path}/rotate_secret"),
+        api.http.post(f"{path}/test", json={"event_type": "video.failed"}),
+        api.http.get(f"{path}/deliveries"),
+        api.http.get("/v1/webhooks", params={"after": foreign.id}),
     ]
     assert [answer.status_code for answer in answers] == [404] * len(answers)
-    assert site.http.get("/v1/webhooks").json()["data"] == []
-    assert site.service.store.webhooks.get(foreign.id) == foreign
+    assert api.http.get("/v1/webhooks").json()["data"] == []
+    assert api.service.store.webhooks.get(foreign.id) == foreign
 
 
-def test_an_owner_has_so_many_endpoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_has_so_many_endpoints(api: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "MAX_WEBHOOKS", 1)
-    create(site)
+    create(api)
 
-    answer = site.http.post("/v1/webhooks", json=NEW)
+    answer = api.http.post("/v1/webhooks", json=NEW)
 
     assert answer.status_code == 409
     assert answer.json()["error"]["code"] == "too_many_webhooks"

@@ -34,11 +34,11 @@ def worker(name: str, job_id: str | None = None, step_at: float | None = None) -
     )
 
 
-def test_a_worker_is_shown_with_its_engine_and_the_age_of_its_last_step(site: Site) -> None:
-    job = site.submit()
-    site.service.store.workers.beat(worker("a", job.id, step_at=time.time() - 30))
+def test_a_worker_is_shown_with_its_engine_and_the_age_of_its_last_step(api: Site) -> None:
+    job = api.submit()
+    api.service.store.workers.beat(worker("a", job.id, step_at=time.time() - 30))
 
-    [shown] = site.http.get("/v1/workers").json()["data"]
+    [shown] = api.http.get("/v1/workers").json()["data"]
 
     assert shown["step_age_seconds"] == pytest.approx(30, abs=10)
     assert shown["seen_at"] == pytest.approx(time.time(), abs=10)
@@ -62,22 +62,22 @@ def test_a_worker_is_shown_with_its_engine_and_the_age_of_its_last_step(site: Si
     assert {name: shown[name] for name in expected} == expected
 
 
-def test_the_video_of_another_owner_is_not_told(site: Site) -> None:
-    foreign = site.submit(owner="key_other")
-    site.service.store.workers.beat(worker("a", foreign.id))
-    site.service.store.workers.beat(worker("b", "video_gone"))
+def test_the_video_of_another_owner_is_not_told(api: Site) -> None:
+    foreign = api.submit(owner="key_other")
+    api.service.store.workers.beat(worker("a", foreign.id))
+    api.service.store.workers.beat(worker("b", "video_gone"))
 
-    data = site.http.get("/v1/workers").json()["data"]
+    data = api.http.get("/v1/workers").json()["data"]
 
     assert [(one["state"], one["video_id"]) for one in data] == [("busy", None)] * 2
 
 
-def test_a_worker_that_was_not_heard_of_is_not_shown(site: Site) -> None:
-    site.service.store.workers.beat(worker("a"))
-    with site.service.store.db.write() as conn:
+def test_a_worker_that_was_not_heard_of_is_not_shown(api: Site) -> None:
+    api.service.store.workers.beat(worker("a"))
+    with api.service.store.db.write() as conn:
         conn.execute(update(workers).values(seen_at=workers.c.seen_at - 60))
-    site.service.store.workers.beat(worker("b"))
+    api.service.store.workers.beat(worker("b"))
 
-    data = site.http.get("/v1/workers").json()["data"]
+    data = api.http.get("/v1/workers").json()["data"]
 
     assert [(one["id"], one["step_age_seconds"]) for one in data] == [("worker_b", None)]

@@ -202,8 +202,8 @@ def test_any_order_of_calls_keeps_the_promises(sqlite_url: str, sqlite_desk: Des
     run_state_machine_as_test(
         Service,
         settings=settings(
-            max_examples=15,
-            stateful_step_count=35,
+            max_examples=12,
+            stateful_step_count=30,
             deadline=None,
             derandomize=True,
             database=None,

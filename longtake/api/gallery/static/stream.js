@@ -8,6 +8,7 @@ const TYPES = [
   "failed", "completed", "updated", "deleted",
 ].map((name) => `video.${name}`);
 
+const PATIENCE_MS = 8000; // for the first connection, which hx-sse tries but once
 let seen = 0;
 
 function take(event) {
@@ -24,6 +25,7 @@ export function listen() {
   if (!stream) return;
   const away = $("#away");
   let lost = false;
+  let connected = false;
   for (const type of TYPES) stream.addEventListener(type, take);
   document.body.addEventListener("htmx:sse:error", () => {
     lost = true;
@@ -41,6 +43,10 @@ export function listen() {
     away.hidden = true;
     if (lost) document.dispatchEvent(new CustomEvent("resync"));
     lost = false;
-    document.documentElement.dataset.stream = "on";
+    connected = true;
   });
+  const patience = setInterval(() => {
+    if (connected) clearInterval(patience);
+    else stream.dispatchEvent(new Event("again"));
+  }, PATIENCE_MS);
 }
