@@ -103,7 +103,7 @@ class Child:
         files: Sequence[int] = (),
     ) -> None:
         self.name = name
-        self._command = [sys.executable, "-m", "longtake", *command]
+        self._command = [sys.executable, "-P", "-m", "longtake", *command]
         self._environment = {**environment, PARENT_VARIABLE: str(os.getpid())}
         if sys.stderr.isatty():
             self._environment[TERMINAL_VARIABLE] = "1"

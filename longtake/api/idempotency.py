@@ -9,9 +9,9 @@ quarter of an hour (its own timeout is ten minutes) is the job that an earlier t
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -22,7 +22,6 @@ from longtake.queue.records import Job
 
 RETRY_S = 900
 MAX_KEY = 200
-_LOCKS = tuple(threading.Lock() for _ in range(64))
 _QUOTED = re.compile(r'^"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"$')
 _BARE = re.compile(r"^[\x21\x23-\x7e]+$")
 _COUNT = re.compile(r"^[0-9]{1,3}$")
@@ -43,12 +42,50 @@ def read_key(header: str) -> str:
     return value
 
 
+class Flights:
+    """Which submissions are at work in this process, by what makes them the same."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._landed = threading.Condition()
+
+    @contextmanager
+    def together(self, key: str) -> Iterator[None]:
+        """At work beside others of the same key."""
+        with self._landed:
+            self._counts[key] += 1
+        try:
+            yield
+        finally:
+            self._leave(key)
+
+    @contextmanager
+    def alone(self, key: str) -> Iterator[None]:
+        """At work once all others of the same key have ended."""
+        with self._landed:
+            self._landed.wait_for(lambda: key not in self._counts)
+            # counted before the lock is let go, so that the next one waits
+            self._counts[key] += 1
+        try:
+            yield
+        finally:
+            self._leave(key)
+
+    def _leave(self, key: str) -> None:
+        with self._landed:
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+                self._landed.notify_all()
+
+
 class Once:
     """Runs submissions, each once."""
 
     def __init__(self, lookups: Lookups, remember_s: float) -> None:
         self._lookups = lookups
         self._remember_s = remember_s
+        self._flights = Flights()
 
     def submit(
         self,
@@ -74,24 +111,18 @@ class Once:
         if header is not None:
             key = f"key:{read_key(header)}"
             mark = fingerprint()
-            with _alone(owner, key):
+            with self._flights.alone(f"{owner} {key}"):
                 made = self._lookups.by_key(owner, key, mark, self._remember_s)
                 return made or submit((key, mark))
         if not _COUNT.match(tries):
             return submit(None)
         mark = fingerprint()
         prefix = f"try:{mark}:"
+        remembered = (f"{prefix}{random_text(12)}", mark)
+        if int(tries) == 0:
+            with self._flights.together(f"{owner} {prefix}"):
+                return submit(remembered)
         # the first try may still be at work while its client has given up on it
-        with _alone(owner, prefix):
-            made = None
-            if int(tries) > 0:
-                made = self._lookups.by_tries(owner, prefix, mark, RETRY_S)
-            return made or submit((f"{prefix}{random_text(12)}", mark))
-
-
-@contextmanager
-def _alone(owner: str, key: str) -> Iterator[None]:
-    """One at a time of those with the same key (and, by chance, a few others)."""
-    digest = hashlib.sha256(f"{owner}\0{key}".encode()).digest()
-    with _LOCKS[digest[0] % len(_LOCKS)]:
-        yield
+        with self._flights.alone(f"{owner} {prefix}"):
+            made = self._lookups.by_tries(owner, prefix, mark, RETRY_S)
+            return made or submit(remembered)

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from longtake.api.errors import ApiError
 
 MAX_TAGS, MAX_TAG = 32, 64
+EXAMPLE_ID = "video_abcdefghijkmnpqrstuvwxyz"
 MAX_POINTER = 200  # names come from the body, and are not sent back at any length
 B = TypeVar("B", bound=BaseModel)
 # what people write for a field's own name
@@ -72,6 +73,11 @@ Tag = Annotated[
 ]
 Tags = Annotated[list[Tag], Field(max_length=MAX_TAGS)]
 Priority = Annotated[Whole, Field(ge=0, le=9)]
+
+
+def _example(**fields: Any) -> ConfigDict:
+    """A body's configuration with an example for readers of the OpenAPI."""
+    return ConfigDict(extra="forbid", json_schema_extra={"examples": [fields]})
 
 
 class _Body(BaseModel):
@@ -136,6 +142,8 @@ class JobFields(_Body):
 class CreateVideo(RequestFields, JobFields):
     """A video to make."""
 
+    model_config = _example(prompt="a red ball bouncing over a green meadow", seconds=5)
+
     prompt: Text = Field(description="what the video shows")
     input_reference: Reference | Text | None = Field(
         None, description="start image, or a video to continue or (with strength) to redraw"
@@ -145,11 +153,15 @@ class CreateVideo(RequestFields, JobFields):
 class RemixVideo(RequestFields, JobFields):
     """Another prompt for a video that was asked for before; all else stays unless given."""
 
+    model_config = _example(prompt="a blue ball bouncing over a green meadow")
+
     prompt: Text = Field(description="replaces the prompt and its timeline")
 
 
 class ExtendVideo(RequestFields, JobFields):
     """A video to go on with; ``seconds`` is the length of the whole."""
+
+    model_config = _example(prompt="the ball rolls away", seconds=10, video={"id": EXAMPLE_ID})
 
     prompt: Text = Field(description="what happens from there on")
     video: Reference | Text | None = Field(None, description="video made here, or a file")
@@ -157,6 +169,8 @@ class ExtendVideo(RequestFields, JobFields):
 
 class EditVideo(RequestFields, JobFields):
     """A video to redraw after a prompt."""
+
+    model_config = _example(prompt="the same in snow", video={"id": EXAMPLE_ID}, strength=0.6)
 
     prompt: Text = Field(description="what it shall show")
     video: Reference | Text | None = Field(None, description="video made here, or a file")

@@ -85,6 +85,10 @@ class Database:
         self.dialect = engine.dialect.name
         self.now: ColumnElement[float] = literal_column(_NOW[self.dialect], Float(53))
         self._writer = engine.execution_options(**{_WRITE: True})
+        self._reader = engine
+        if self.dialect == "postgresql":
+            # READ COMMITTED gives statements no common moment, so BEGIN and COMMIT only cost time
+            self._reader = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._turn = threading.RLock()
 
     @contextmanager
@@ -98,8 +102,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that only reads."""
-        with _borders(), self.engine.begin() as conn:
+        """A transaction that only reads; on SQLite all its statements see one moment."""
+        with _borders(), self._reader.begin() as conn:
             yield conn
 
     def take_turn(self, conn: Connection, turn: Turn, name: str = "") -> None:

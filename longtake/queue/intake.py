@@ -71,7 +71,7 @@ class Intake:
         self._batches = batches
         self._policy = policy
         self._known_owners: set[str] = set()
-        self.take = Gatherer(self._take_group)
+        self.take = Gatherer(self.take_group)
         # made once: what every submission runs
         made_at = db.now + bindparam("offset", type_=Float(53))
         self._insert = (
@@ -97,7 +97,7 @@ class Intake:
         )
 
     @again
-    def _take_group(self, group: Sequence[Call[Submission, list[Job]]]) -> None:
+    def take_group(self, group: Sequence[Call[Submission, list[Job]]]) -> None:
         """Store what came together; each submission succeeds or is refused by itself."""
         names = {call.wanted.owner for call in group}
         with self._db.write() as conn:

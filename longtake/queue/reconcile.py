@@ -6,10 +6,9 @@ import logging
 import time
 
 from longtake.queue.artifacts import Artifacts
-from longtake.queue.listings import Filters
 from longtake.queue.patience import DATABASE_ERRORS
 from longtake.queue.processes import Process, host_name, identify
-from longtake.queue.records import Job, JobState, WorkerRecord
+from longtake.queue.records import WorkerRecord
 from longtake.queue.retention import Retention
 from longtake.queue.store import Store
 from longtake.queue.ticks import Ticker, send_outbox
@@ -17,7 +16,6 @@ from longtake.settings import Settings
 
 # workers that have not been heard of for so long are forgotten
 FORGET_S = 3600.0
-RUNNING_LIMIT = 1000
 logger = logging.getLogger(__name__)
 
 
@@ -59,30 +57,18 @@ class Reconciler:
 def reclaim_dead(store: Store) -> list[str]:
     """Free the jobs of workers of this machine whose process is gone; their ids.
 
-    Nothing has to wait for a lease to run out when it can be seen that nobody holds it. A try that
-    stored a chunk does not count: the job got further, whatever ends its workers.
+    Nothing has to wait for a lease to run out when it can be seen that nobody holds it.
     """
     here = host_name()
     dead = {one.id for one in store.workers.list() if one.host == here and not _runs(one)}
     if not dead:
         return []
-    running = store.listings.page(
-        None, limit=RUNNING_LIMIT, filters=Filters(state=JobState.RUNNING, trashed=None)
-    )
-    held = [job for job in running.jobs if job.lease_owner in dead]
-    further = {str(job.lease_owner) for job in held if _got_further(store, job)}
-    freed = store.leases.reclaim(further, counts=False)
-    freed += store.leases.reclaim(dead - further)
+    freed = store.leases.reclaim(dead)
     for worker_id in dead:
         store.workers.remove(worker_id)
     if freed:
         logger.warning("jobs of dead workers are free again: %s", ", ".join(freed))
     return freed
-
-
-def _got_further(store: Store, job: Job) -> bool:
-    """True if the attempt that holds the job has stored a chunk."""
-    return any(chunk.fence == job.fence for chunk in store.listings.chunks(job.id))
 
 
 def _runs(worker: WorkerRecord) -> bool:

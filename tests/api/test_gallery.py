@@ -7,26 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
-from longtake.api import app as app_module
-from longtake.api.gallery import install
 from longtake.api.sessions import COOKIE, Sessions
 
 HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(2)> \"'`{{7*7}} &amp;"
 PAGES = ("/", "/queue", "/workers", "/batches", "/compare")
-
-
-@pytest.fixture(autouse=True)
-def wired(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until ``create_app`` does it: give every application of this file its pages."""
-    before = vars(app_module)["install_openapi"]
-
-    def both(app: FastAPI) -> None:
-        before(app)
-        install(app)
-
-    monkeypatch.setattr(app_module, "install_openapi", both)
 
 
 @pytest.fixture

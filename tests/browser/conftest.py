@@ -23,7 +23,6 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 
 from longtake.api.app import create_app
 from longtake.api.events import close_streams
-from longtake.api.gallery import install
 from longtake.queue.artifacts import Artifacts, open_artifacts
 from longtake.queue.attempt_folder import AttemptFolder
 from longtake.queue.database import upgrade
@@ -95,7 +94,6 @@ class Site:
 
     def start(self) -> None:
         self.app = create_app(self.settings)
-        install(self.app)
         self._listener = socket.create_server(("127.0.0.1", self.port))
         self.port = self._listener.getsockname()[1]
         config = uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="on")

@@ -116,6 +116,6 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, socket: Path) -> 
     folder.mkdir(parents=True)
     (folder / "appendonly.aof.manifest").write_text("nonsense\n")
     broker = EmbeddedBroker(tmp_path, socket)
-    with pytest.raises(ServiceError, match="does not start, see .*valkey.log: .*manifest"):
+    with pytest.raises(ServiceError, match=r"does not start, see .*valkey\.log: .*manifest"):
         broker.start()
     assert not broker.alive

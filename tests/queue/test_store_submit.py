@@ -10,6 +10,10 @@ import pytest
 from sqlalchemy import func, select, text, update
 
 from longtake.errors import ConflictError, LeaseLostError, LimitError, NotFoundError, RequestError
+from longtake.queue.batches import Batches
+from longtake.queue.gathering import Call
+from longtake.queue.intake import Intake, Submission
+from longtake.queue.outbox import Outbox
 from longtake.queue.policy import Policy
 from longtake.queue.records import ArtifactKind, Job, JobState, Relation
 from longtake.queue.store import Store
@@ -463,4 +467,23 @@ def test_one_bad_submission_of_a_group_is_refused_alone(desk: Desk) -> None:
     for thread in threads:
         thread.join()
     assert sorted(outcomes) == ["LimitError"] * 3 + ["NotFoundError"] * 6 + ["made"] * 3
+    assert desk.store.listings.counts()[JobState.QUEUED] == 3
+
+
+def test_twins_of_one_group_are_stored_once(desk: Desk) -> None:
+    db, files = desk.store.db, desk.store.files
+    upload = desk.file(desk.submit(), ArtifactKind.INPUT, "x", job_id=None, key="inputs/x")
+    files.add(upload)
+    intake = Intake(db, desk.store.events, files, Outbox(db), Batches(db), Policy())
+    group: list[Call[Submission, list[Job]]] = [
+        Call(Submission("local", [desk.new("a")], {}, ("key", "print"), None)),
+        Call(Submission("local", [desk.new("a")], {}, ("key", "print"), None)),
+        Call(Submission("local", [desk.new("b", inputs=(upload.id,))], {}, None, None)),
+        Call(Submission("local", [desk.new("c", inputs=(upload.id,))], {}, None, None)),
+    ]
+    intake.take_group(group)
+    assert [call.done for call in group] == [True, False, True, False]
+    intake.take_group([call for call in group if not call.done])
+    assert group[1].result == group[0].result
+    assert isinstance(group[3].error, NotFoundError)
     assert desk.store.listings.counts()[JobState.QUEUED] == 3

@@ -317,14 +317,13 @@ def test_progress_and_lease_go_on_while_steps_do(make_rig: Callable[..., Rig]) -
 
 def test_a_hanging_engine_loses_its_lease_to_another_worker(make_rig: Callable[..., Rig]) -> None:
     """Renewal ends at the limit of the stage, even if the attempt's own thread hangs as well."""
-    rig = make_rig(lease_s=0.1, renew_s=0.02, step_limit_s=0.1)
+    rig = make_rig(lease_s=1.0, renew_s=0.02, step_limit_s=0.1)
     taken: list[int] = []
 
     def hang(message: EngineMessage, _: ScriptedEngine) -> EngineMessage | None:
         if isinstance(message, StepStarted) and not taken:
-            while (other := rig.store.leases.claim("worker-2", "default", lease_s=60)) is None:
-                pass
-            taken.append(other.fence)
+            claim = partial(rig.store.leases.claim, "worker-2", "default", lease_s=60)
+            taken.append(rig.until(claim).fence)
         return message
 
     assert rig.run(hang).outcome is Outcome.LOST
