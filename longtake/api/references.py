@@ -36,7 +36,7 @@ def find_video(service: Service, who: Principal, video_id: str) -> Job:
     """
     if VIDEO_ID.match(video_id) is None:
         raise NotFoundError("video", video_id)
-    return service.store.listings.get(video_id, None)
+    return service.store.listings.get(video_id, who.id)
 
 
 def resolve(

@@ -195,6 +195,15 @@ def store(database: Database) -> Store:
 
 
 @pytest.fixture
+def two_stores(database_url: str) -> Iterator[list[Store]]:
+    """Two more stores on the same database, as two processes have them."""
+    stores = [Store(open_database(database_url)) for _ in range(2)]
+    yield stores
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
 def desk(store: Store) -> Desk:
     """The store, and short ways to make jobs, files and chunks."""
     return Desk(store)

@@ -12,7 +12,6 @@ import pytest
 from sqlalchemy import select, update
 
 from longtake.errors import LeaseLostError
-from longtake.queue.database import open_database
 from longtake.queue.records import (
     TRANSITIONS,
     ArtifactKind,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 # claims until nothing is left, and says what it had
 CLAIMER = """
 import sys
-from longtake.queue.database import open_database
 from longtake.queue.store import Store
 store = Store(open_database(sys.argv[1]))
 print("ready", flush=True)
@@ -339,9 +337,8 @@ def test_deliveries_are_written_with_the_end_they_tell(desk: Desk) -> None:
     assert webhooks.due(10, 60) == []
 
 
-def test_threads_of_two_engines_claim_each_job_once(desk: Desk, database_url: str) -> None:
+def test_threads_of_two_engines_claim_each_job_once(desk: Desk, two_stores: list[Store]) -> None:
     made = desk.store.submissions.submit([desk.new() for _ in range(200)])
-    stores = [Store(open_database(database_url)) for _ in range(2)]
     had: list[str] = []
 
     def work(store: Store, name: str) -> None:
@@ -349,17 +346,32 @@ def test_threads_of_two_engines_claim_each_job_once(desk: Desk, database_url: st
             had.append(job.id)
 
     threads = [
-        threading.Thread(target=work, args=(stores[number % 2], f"worker-{number}"))
+        threading.Thread(target=work, args=(two_stores[number % 2], f"worker-{number}"))
         for number in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for store in stores:
-        store.close()
     assert len(had) == 200
     assert set(had) == {job.id for job in made}
+
+
+def test_owners_take_turns_also_when_many_claim(desk: Desk, two_stores: list[Store]) -> None:
+    for owner in ("a", "b"):
+        desk.store.submissions.submit([desk.new(owner=owner) for _ in range(30)])
+
+    def work(store: Store) -> None:
+        while store.leases.claim("worker", "default") is not None:
+            pass
+
+    threads = [threading.Thread(target=work, args=(two_stores[n % 2],)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log = desk.store.events.read(0)
+    assert [one.owner for one in log if one.type == "video.started"] == ["a", "b"] * 30
 
 
 def test_processes_claim_each_job_once(desk: Desk, database_url: str) -> None:

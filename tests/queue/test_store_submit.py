@@ -65,17 +65,17 @@ def test_a_queue_that_is_full_takes_no_more(desk: Desk) -> None:
     assert desk.store.listings.counts("local")[JobState.QUEUED] == 2
 
 
-def test_many_threads_do_not_pass_a_quota_together(desk: Desk) -> None:
+def test_many_threads_do_not_pass_a_quota_together(desk: Desk, two_stores: list[Store]) -> None:
     refused: list[LimitError] = []
 
-    def work() -> None:
+    def work(store: Store) -> None:
         for _ in range(5):
             try:
-                desk.store.submissions.submit([desk.new()], {"max_queued": 8})
+                store.submissions.submit([desk.new()], {"max_queued": 8})
             except LimitError as error:
                 refused.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(two_stores[n % 2],)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -131,20 +131,21 @@ def test_a_repeated_key_returns_the_job_made_then(desk: Desk) -> None:
     assert len(desk.store.outbox.pending()) == 2
 
 
-def test_one_key_from_many_threads_makes_one_job(desk: Desk) -> None:
+def test_one_key_from_many_threads_makes_one_job(desk: Desk, two_stores: list[Store]) -> None:
     made: list[str] = []
 
-    def work() -> None:
-        [job] = desk.store.submissions.submit([desk.new()], idempotency=("key", "print"))
-        made.append(job.id)
+    def work(store: Store) -> None:
+        for key in "abcd":
+            [job] = store.submissions.submit([desk.new()], idempotency=(key, "print"))
+            made.append(job.id)
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
+    threads = [threading.Thread(target=work, args=(two_stores[n % 2],)) for n in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 6
-    assert len(set(made)) == 1
+    assert len(made) == 24
+    assert len(set(made)) == 4
 
 
 def test_a_key_is_forgotten_after_its_time_and_never_makes_a_deleted_job_again(
