@@ -24,6 +24,7 @@ check: $(STAMP) wheel
 	$(BIN)/lint-imports
 	$(BIN)/python -m longtake.video.capabilities --check docs/capabilities.md
 	$(BIN)/python -m longtake.settings --check docs/settings.md
+	$(BIN)/python -m longtake.api.openapi --check docs/openapi.json
 	$(BIN)/pytest
 
 # The installed package, not the clone, must hold the model and run from any folder.
@@ -44,6 +45,7 @@ eval: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m longtake.video.capabilities --write docs/capabilities.md
 	$(BIN)/python -m longtake.settings --write docs/settings.md
+	$(BIN)/python -m longtake.api.openapi --write docs/openapi.json
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # claims until nothing is left, and says what it had
 CLAIMER = """
 import sys
+from longtake.queue.database import open_database
 from longtake.queue.store import Store
 store = Store(open_database(sys.argv[1]))
 print("ready", flush=True)
