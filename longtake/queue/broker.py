@@ -57,7 +57,14 @@ class EmbeddedBroker:
         log = self._folder / "valkey.log"
         with log.open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", "longtake.queue.broker", str(os.getpid()), str(config)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "longtake.queue.broker",
+                    str(os.getpid()),
+                    str(config),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 
 from longtake.logs import bind
-from longtake.logs import bind
 from longtake.queue.artifacts import Artifacts
 from longtake.queue.engine import EngineProcess
 from longtake.queue.ids import random_text
@@ -178,7 +177,6 @@ class Worker:
             if self._stopping.is_set():
                 runner.stop(Stop.SHUTDOWN)
             with bind({"job_id": job.id}):
-                with bind({"job_id": job.id}):
                 ran = runner.run(job)
                 logger.info("attempt %d: %s", job.attempt, ran.outcome.value)
             self._step_at = runner.tracker.step_at or self._step_at
