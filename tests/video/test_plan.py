@@ -134,12 +134,11 @@ def test_json_has_every_key_that_receipts_and_tables_use(bundled: Manifest) -> N
     ]  # fmt: skip
     assert (data["model"], data["mode"], data["size"]) == ("papercut", "hybrid", "128x80")
     assert data["request"]["prompts"] == [{"at": 1.0, "prompt": "a blue star"}]
-    sees = [2, 4, 6, 6, 6]
-    assert data["chunks"] == {"count": 5, "frames": 2, "first": [2] * 5, "sees": sees}
-    assert data["prompts"] == [{"at": 1.0, "starts": 1.3125, "chunk": 3, "prompt": "a blue star"}]
+    assert data["chunks"] == {"count": 3, "frames": 3, "first": [3] * 3, "sees": [3, 6, 9]}
+    assert data["prompts"] == [{"at": 1.0, "starts": 1.3125, "chunk": 2, "prompt": "a blue star"}]
     cost = data["cost"]
     tokens = [cost[f"tokens_{of}"] for of in ("per_frame", "per_chunk", "in_window")]
-    assert tokens == [40, 80, 240]
+    assert tokens == [40, 120, 360]
     assert set(cost["flops"]) == {"denoise", "clean", "decode", "encode", "total"}
     assert cost["bytes"]["total"] == sum(v for k, v in cost["bytes"].items() if k != "total")
     assert (cost["seconds"], cost["device"]) == ({}, None)
@@ -147,8 +146,8 @@ def test_json_has_every_key_that_receipts_and_tables_use(bundled: Manifest) -> N
 
 def test_a_long_plan_lists_its_first_chunks_only(bundled: Manifest) -> None:
     data = plan_of(bundled, seconds=3600).as_dict()
-    assert data["chunks"]["count"] == 7201
-    assert data["chunks"]["first"] == [2] * 8
+    assert data["chunks"]["count"] == 4801
+    assert data["chunks"]["first"] == [3] * 8
 
 
 INPUTS: list[tuple[Inputs, list[bool], int]] = [
