@@ -134,7 +134,7 @@ def test_unknown_fields_are_refused_by_name(api: Any, name: str, near: str) -> N
         ({"model": "papercute"}, "model", "papercut"),
         ({"model": "/etc/passwd"}, "model", "models: "),
         ({"model": "../papercut"}, "model", "papercut"),
-        ({"window": 1}, "window", "window 4 or more"),
+        ({"window": 1}, "window", "window 6 or more"),
         ({"priority": 10}, "priority", "less than or equal to 9"),
         ({"tags": ["x" * 65]}, "tags", "at most 64"),
         ({"tags": ["a\nb"]}, "tags", "control"),
@@ -337,7 +337,7 @@ def test_plan_queues_nothing(api: Any) -> None:
     answer = api.http.post("/v1/videos/plan", json={"prompt": "a red ball", "seconds": 5})
     plan = answer.json()
     assert answer.status_code == 200
-    assert (plan["num_frames"], plan["chunks"], plan["steps"]) == (81, 11, 4)
+    assert (plan["num_frames"], plan["chunks"], plan["steps"]) == (81, 7, 4)
     assert plan["cost"]["flops"]["total"] > 0
     assert api.service.store.listings.counts()["queued"] == 0
     bad = api.http.post("/v1/videos/plan", json={"prompt": "a red ball", "num_frames": 20})

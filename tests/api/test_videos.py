@@ -29,7 +29,7 @@ def test_object_has_openai_fields_and_ours(api: Any) -> None:
     assert video["x_progress"] == {
         "phase": "queued",
         "chunk": 0,
-        "chunks": 3,
+        "chunks": 2,
         "step": 0,
         "steps": 4,
         "fps": None,
@@ -76,7 +76,7 @@ def test_progress_is_honest_to_the_step(api: Any, api_maker: Any) -> None:
     video_id = _make(api)["id"]
     job = api_maker.claim()
     seen = []
-    for chunk in range(3):
+    for chunk in range(2):
         for step in (1, 4):
             api_maker.progress(job, chunk, step)
             shown = api.http.get(f"/v1/videos/{video_id}").json()
@@ -84,7 +84,7 @@ def test_progress_is_honest_to_the_step(api: Any, api_maker: Any) -> None:
             assert shown["x_progress"]["step"] == step
             seen.append(shown["progress"])
     assert seen == [
-        100 * (4 * c + s) // 12 if (c, s) != (2, 4) else 99 for c in range(3) for s in (1, 4)
+        100 * (4 * c + s) // 8 if (c, s) != (1, 4) else 99 for c in range(2) for s in (1, 4)
     ]
     api_maker.complete(job)
     shown = api.http.get(f"/v1/videos/{video_id}").json()
@@ -151,7 +151,7 @@ def test_extension_continues_stored_chunks_to_the_total(api: Any, api_maker: Any
     assert longer["plan"]["input"] == {"kind": "continue", "frames": 17}
     job = api.service.store.listings.get(longer["id"])
     assert job.request["video"] == f"job:{source['id']}"
-    assert job.plan["layout"]["given"] == [2, 2, 1]
+    assert job.plan["layout"]["given"] == [3, 2]
 
 
 def test_extension_is_longer_than_its_source(api: Any, api_maker: Any) -> None:
