@@ -1,10 +1,13 @@
-"""All figures that a CPU can show: ``python -m benchmarks [--quick] [--json] [--threads N]``."""
+"""All figures that a CPU can show, or those that are named.
+
+Run ``python -m benchmarks [PART ...] [--quick] [--json] [--threads N]``.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import attention, length, memory, overhead, parallel, speed, vae_decode
+from benchmarks import attention, length, memory, overhead, parallel, service, speed, vae_decode
 from benchmarks.report import run
 
 if __name__ == "__main__":
@@ -19,6 +22,7 @@ if __name__ == "__main__":
                 "parallel": parallel.figure,
                 "vae_decode": vae_decode.figure,
                 "attention": attention.figure,
+                "service": service.figure,
             },
         )
     )

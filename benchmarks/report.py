@@ -151,12 +151,17 @@ def run(description: str, benchmarks: Mapping[str, Benchmark]) -> int:
         benchmarks: name to function, in the order they run.
     """
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(benchmarks)} (all)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's own choice)")
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument("--quick", action="store_true", help="shorter and noisier")
     scale.add_argument("--smallest", action="store_true", help="only shows that it runs")
     options = parser.parse_args()
+    for part in options.parts:
+        if part not in benchmarks:
+            parser.error(f"{part}: no such part; there are {', '.join(benchmarks)}")
+    chosen = {name: benchmarks[name] for name in options.parts or benchmarks}
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     size = Scale.QUICK if options.quick else Scale.SMALLEST if options.smallest else Scale.FULL
@@ -165,7 +170,7 @@ def run(description: str, benchmarks: Mapping[str, Benchmark]) -> int:
         facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in host.items())
         sys.stdout.write(f"{facts}; scale {size.value}\n\n")
     figures: dict[str, Any] = {}
-    for name, benchmark in benchmarks.items():
+    for name, benchmark in chosen.items():
         began = perf_counter()
         figure = benchmark(size)
         sys.stderr.write(f"{name}: {perf_counter() - began:.0f} s\n")

@@ -18,10 +18,13 @@ if str(ROOT) not in sys.path:
 from benchmarks import bundled, gpu_models, gpu_rollout, report, vae_decode  # noqa: E402
 from longtake.video.rollout import Rollout  # noqa: E402
 
+# of the others: test_service.py
+ENGINE = ("overhead", "memory", "length", "speed", "parallel", "vae_decode", "attention")
 
-def test_all_figures_are_printed_as_one_json_document() -> None:
+
+def test_figures_are_printed_as_one_json_document() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--smallest", "--json"],
+        [sys.executable, "-m", "benchmarks", *ENGINE, "--smallest", "--json"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -31,7 +34,7 @@ def test_all_figures_are_printed_as_one_json_document() -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     figures = document["figures"]
-    assert list(figures) == ["overhead", "memory", "length", "speed", "vae_decode"]
+    assert list(figures) == list(ENGINE)
     judged = [row for f in figures.values() for row in f["rows"] if row["target"] is not None]
     assert {row["verdict"] for row in judged} <= {"met", "missed"}
     names = [row["name"] for row in judged]
@@ -49,6 +52,24 @@ def test_one_figure_alone_prints_lines_with_target_and_verdict(
     ratio = next(line for line in lines if line.startswith("stacked / conv3d, 1 thread |"))
     assert "| target >= 1 x | " in ratio
     assert ratio.endswith(("| met", "| missed"))
+
+
+def test_parts_can_be_named_and_a_strange_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def figure(name: str) -> report.Benchmark:
+        return lambda _scale: report.Figure(name, [], "")
+
+    parts = {name: figure(name) for name in ("first", "second")}
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "second", "--smallest"])
+    assert report.run("", parts) == 0
+    printed = capsys.readouterr().out
+    assert "## second" in printed
+    assert "## first" not in printed
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "third"])
+    with pytest.raises(SystemExit, match="2"):
+        report.run("", parts)
+    assert "third: no such part; there are first, second" in capsys.readouterr().err
 
 
 def test_rows_are_judged_by_their_side_of_the_target() -> None:
