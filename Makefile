@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check wheel bench eval docs format clean
+.PHONY: demo serve test check soak wheel bench eval docs format clean
 
 demo: $(STAMP)
 	$(BIN)/longtake generate "a red ball bouncing over a green meadow" --seconds 5 --seed 7 -o demo.mp4
@@ -26,6 +26,12 @@ check: $(STAMP) wheel
 	$(BIN)/python -m longtake.settings --check docs/settings.md
 	$(BIN)/python -m longtake.api.openapi --check docs/openapi.json
 	$(BIN)/pytest
+
+# The long forms of the tests that kill, count and try at random, one after another.
+soak: $(STAMP)
+	LONGTAKE_SOAK=1 LONGTAKE_SOAK_JOBS=60 LONGTAKE_SOAK_KINDS=sqlite,postgresql \
+		LONGTAKE_SOAK_MEMORY_JOBS=200 $(BIN)/pytest tests/soak -s
+	LONGTAKE_PARALLEL_SHAPES=1000 $(BIN)/pytest tests/video/test_parallel.py -k random --timeout 0
 
 # The installed package, not the clone, must hold the model and run from any folder.
 wheel: $(STAMP)

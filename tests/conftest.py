@@ -11,6 +11,9 @@ from typing import Any
 
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# One thread here and in every process that a test starts: a tiny model's bits can depend on their
+# number, and two cores are busy anyway. Tests about threads set them by name.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 
