@@ -1,0 +1,139 @@
+"""Everything is killed at random while videos are made; each is made once, as if nothing had been.
+
+Here 6 videos on SQLite. ``make soak`` asks for more: ``LONGTAKE_SOAK_JOBS``,
+``LONGTAKE_SOAK_KINDS`` (sqlite and postgresql, with commas) and ``LONGTAKE_SOAK_SEED``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from longtake.queue.records import JobState
+
+if TYPE_CHECKING:
+    from tests.queue.conftest import PostgresServer
+    from tests.soak.conftest import Served
+
+JOBS = int(os.environ.get("LONGTAKE_SOAK_JOBS", "6"))
+KINDS = os.environ.get("LONGTAKE_SOAK_KINDS", "sqlite").split(",")
+SEED = int(os.environ.get("LONGTAKE_SOAK_SEED", "1"))
+PARTS = ("engine", "worker", "api", "broker")
+LIMIT_S = 150 + 30 * JOBS
+# of 2 to 4 chunks
+REQUESTS: tuple[dict[str, Any], ...] = tuple(
+    {"prompt": prompt, "seed": seed, "num_frames": frames, "num_inference_steps": 10}
+    for prompt, seed, frames in (
+        ("a red ball bouncing over a meadow", 7, 25),
+        ("a blue boat in the rain", 8, 17),
+        ("a yellow kite at night", 9, 9),
+    )
+)
+
+
+class Chaos:
+    """Kills one part of a service at a time, while a video is being made, and waits for the next.
+
+    Between two kills at least one video is completed, so that no job is ever killed so often that
+    its tries are used up.
+    """
+
+    def __init__(self, service: Served, seed: int) -> None:
+        self._service = service
+        self._random = random.Random(seed)
+        self._parts: list[str] = []
+        self.killed: list[str] = []
+
+    def run(self, goal: int, restart_database: Callable[[], None] | None = None) -> None:
+        """Kill until ``goal`` videos are there; the database is restarted once, half way."""
+        completed = first = self._service.completed()
+        while True:
+            now = self._next_moment(completed + 1, goal)
+            if now >= goal:
+                return
+            if restart_database is not None and now > (first + goal) / 2:
+                restart_database()
+                self.killed.append("database")
+                restart_database = None
+            else:
+                self.kill(self._next_part())
+            completed = now
+
+    def kill(self, kind: str) -> None:
+        """SIGKILL one process of a kind; returns once there is another in its place."""
+        before = self._service.until(f"a running {kind}", lambda: self._service.part(kind))
+        victim = self._random.choice(before)
+        victim.kill()
+        self.killed.append(kind)
+
+        def back() -> bool:
+            now = self._service.part(kind)
+            return len(now) >= len(before) and victim not in now
+
+        self._service.until(f"another {kind}", back)
+
+    def _next_part(self) -> str:
+        """All parts once, in random order, before any comes again."""
+        if not self._parts:
+            self._parts = self._random.sample(PARTS, len(PARTS))
+        return self._parts.pop()
+
+    def _next_moment(self, completed: int, goal: int) -> int:
+        """Wait until so many videos are there and another is begun; how many are there."""
+
+        def found() -> int | None:
+            now = self._service.completed()
+            begun = any(job.progress for job in self._service.running())
+            return now if now >= goal or (now >= completed and begun) else None
+
+        return self._service.until(f"{completed} videos and another begun", found)
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_video_is_made_once_and_as_if_undisturbed(
+    kind: str,
+    make_service: Callable[..., Served],
+    request: pytest.FixtureRequest,
+) -> None:
+    restart = None
+    changes: dict[str, Any] = {}
+    if kind == "postgresql":
+        server: PostgresServer = request.getfixturevalue("postgres")
+        changes = {"database_url": server.url("longtake"), "workers": 2}
+
+        def restart() -> None:
+            server.stop("immediate")
+            server.start()
+
+    service = make_service(**changes)
+    undisturbed = [service.submit(-1 - i, **asked) for i, asked in enumerate(REQUESTS)]
+    service.until("undisturbed videos", lambda: service.finished(undisturbed))
+    pixels = [service.pixels(video) for video in undisturbed]
+    assert len(set(pixels)) == len(pixels)
+
+    videos = [service.submit(i, **REQUESTS[i % len(REQUESTS)]) for i in range(JOBS)]
+    chaos = Chaos(service, SEED)
+    chaos.run(len(undisturbed) + JOBS, restart)
+    sys.stdout.write(f"\n{kind}: {JOBS} videos, killed {' '.join(chaos.killed)}\n")
+    assert len(chaos.killed) >= min(JOBS // 3, len(PARTS))
+
+    jobs = service.until("the end", lambda: service.finished(videos))
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert len(set(videos)) == JOBS
+    counts = service.store.listings.counts()
+    assert sum(counts.values()) == counts[JobState.COMPLETED] == len(REQUESTS) + JOBS
+    for number, video in enumerate(videos):
+        told = [event.type for event in service.store.events.read(0, job_id=video)]
+        assert told.count("video.completed") == 1, told
+        outcomes = [a.outcome for a in service.store.listings.attempts(video)]
+        assert outcomes.count("completed") == 1, outcomes
+        assert service.pixels(video) == pixels[number % len(REQUESTS)], outcomes
+    service.until("no process that nobody looks after", lambda: not service.strangers())
+    left = service.stop()
+    assert left == []
