@@ -8,7 +8,8 @@ group of its own, and a rank that waits there can always be told that the attemp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -31,6 +32,17 @@ class Abandoned(Exception):
     def __init__(self, told: int) -> None:
         super().__init__("rank 0 has left the attempt")
         self.told = told
+
+
+@contextmanager
+def _reaching_others() -> Iterator[None]:
+    """Name what a backend only calls a RuntimeError: another rank is gone or does not answer."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ParallelError(f"another rank is gone or does not answer: {error}") from error
 
 
 class Group:
@@ -58,7 +70,8 @@ class Group:
         out = parts[0].new_empty(sum(counts))
         flat = torch.cat([part.reshape(-1) for part in parts])
         sizes = [part.numel() for part in parts]
-        dist.all_to_all_single(out, flat, counts, sizes, group=self._handle)
+        with _reaching_others():
+            dist.all_to_all_single(out, flat, counts, sizes, group=self._handle)
         self.sent += (flat.numel() - sizes[self.index]) * flat.element_size()
         pieces = out.split(counts)
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -71,12 +84,13 @@ class Group:
         """Start sending to the next rank what the rank before this one sends in ``shape``."""
         incoming = tensor.new_empty(shape)
         to, source = ((self.index + step) % self.size for step in (1, -1))
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, self.ranks[to], self._handle),
-                dist.P2POp(dist.irecv, incoming, self.ranks[source], self._handle),
-            ]
-        )
+        with _reaching_others():
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, tensor, self.ranks[to], self._handle),
+                    dist.P2POp(dist.irecv, incoming, self.ranks[source], self._handle),
+                ]
+            )
         self.sent += tensor.numel() * tensor.element_size()
         return Passing(works, tensor, incoming)
 
@@ -86,8 +100,9 @@ class Group:
         # the lower one sends first where sends and receives are matched in order
         mine = dist.P2POp(dist.isend, tensor, self.ranks[rank], self._handle)
         other = dist.P2POp(dist.irecv, incoming, self.ranks[rank], self._handle)
-        for work in dist.batch_isend_irecv([mine, other]):
-            work.wait()
+        with _reaching_others():
+            for work in dist.batch_isend_irecv([mine, other]):
+                work.wait()
         self.sent += tensor.numel() * tensor.element_size()
         return incoming
 
@@ -102,8 +117,9 @@ class Passing:
 
     def arrived(self) -> torch.Tensor:
         """Wait until both directions are through; what came."""
-        for work in self._works:
-            work.wait()
+        with _reaching_others():
+            for work in self._works:
+                work.wait()
         return self._incoming
 
 

@@ -170,7 +170,7 @@ def _followers(
             watch.start()
             configure(threads)
             yield as_rank(engine, 0, size, place)
-        except RuntimeError as error:
+        except (RuntimeError, ParallelError) as error:
             # a broken connection comes as whatever the exchange trips over
             raise watch.explain(error) from error
         finally:
@@ -189,9 +189,11 @@ class _Watch:
         """Begin to look."""
         self._thread.start()
 
-    def explain(self, error: RuntimeError) -> Exception:
+    def explain(self, error: Exception) -> Exception:
         """The error, or that a rank is gone where one is."""
-        wait([process.sentinel for process in self._others], 1.0)
+        if wait([process.sentinel for process in self._others], 1.0):
+            # two threads must not ask for one exit code at once: one of them gets none
+            self._thread.join(END_S)
         gone = [f"{p.name} (exit code {p.exitcode})" for p in self._others if p.exitcode]
         return ParallelError(f"{gone[0]} ended before its time") if gone else error
 

@@ -106,7 +106,8 @@ def test_ranks_of_its_own_make_the_video_and_end(
     assert process.returncode == 3, errors
     assert json.loads(output)["error"]["type"] == "ParallelError"
     assert "rank 1 (exit code -9) ended before its time" in errors
-    assert not [p for p in with_children if p.is_running()]
+    # a zombie is dead: who adopted it has only not looked yet
+    assert not [p for p in with_children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture
