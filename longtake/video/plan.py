@@ -205,8 +205,7 @@ def make_plan(
         RequestError: a field is not legal for this model; names the nearest legal value.
     """
     inputs = inputs or Inputs()
-    size = resolve_size(request, manifest, shape)
-    fps = resolve_fps(request, manifest)
+    size, fps = resolve_size(request, manifest, shape), resolve_fps(request, manifest)
     stride = shape.vae.stride_time
     num_frames, input_frames = _lengths(request, manifest, inputs, fps, stride)
     given = _given(inputs, manifest, stride)
