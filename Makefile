@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two processes, a file at a time in one of them, slow ones first (tests/conftest.py).
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo serve test check soak wheel bench eval docs format clean
 
@@ -15,7 +17,7 @@ serve: $(STAMP)
 	@exec $(BIN)/longtake serve $(SERVE)
 
 test: $(STAMP)
-	$(BIN)/pytest
+	$(PYTEST)
 
 check: $(STAMP) wheel
 	$(BIN)/ruff format --check .
@@ -25,7 +27,7 @@ check: $(STAMP) wheel
 	$(BIN)/python -m longtake.video.capabilities --check docs/capabilities.md
 	$(BIN)/python -m longtake.settings --check docs/settings.md
 	$(BIN)/python -m longtake.api.openapi --check docs/openapi.json
-	$(BIN)/pytest
+	$(PYTEST)
 
 # The long forms of the tests that kill, count and try at random, one after another.
 soak: $(STAMP)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ from longtake.video.source import find_model
 TINY_TEXT = 16
 
 MakeModel = Callable[..., Path]
+
+
+SLOW = ("tests/soak/", "tests/video/test_parallel", "tests/browser/", "tests/queue/workers/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow files first: two processes that share them then end at about the same time."""
+    items.sort(key=lambda item: not item.nodeid.startswith(SLOW))
 
 
 def tiny_transformer(**changes: Any) -> WanTransformer3DModel:
@@ -109,6 +118,17 @@ TINY_MANIFEST: dict[str, Any] = {
     "fps": 8,
     "num_frames": 17,
 }
+
+
+@pytest.fixture(autouse=True)
+def _own_logs() -> Iterator[None]:
+    """A command that a test ran in this process leaves no handler on a stream that is closed."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    for handler in [one for one in root.handlers if type(one) is logging.StreamHandler]:
+        root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

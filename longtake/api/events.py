@@ -47,7 +47,10 @@ router = APIRouter(tags=["events"])
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One client. ``sent`` is the last event it was given; ``behind`` that it reads the log."""
+    """One client. ``sent`` is the last event it was given; ``behind`` that it reads the log.
+
+    ``refused`` ends it: its key was revoked.
+    """
 
     owner: str
     sent: int
@@ -55,6 +58,7 @@ class Stream:
     types: frozenset[str] = frozenset()
     ids: frozenset[str] = frozenset()
     behind: bool = True
+    refused: bool = False
     buffer: deque[Event] = field(default_factory=deque)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -96,6 +100,7 @@ class Hub:
         self._starting = asyncio.Lock()
         self._nudge = asyncio.Event()
         self._cursor = 0
+        self._keys_at = 0.0
         self._poller: asyncio.Task[None] | None = None
 
     def open(self, stream: Stream) -> AsyncGenerator[bytes]:
@@ -138,6 +143,8 @@ class Hub:
         while self.streams and not self.closing:
             try:
                 page = await run_in_threadpool(self._store.events.read, self._cursor, limit=PAGE)
+                if self._loop.time() - self._keys_at >= self._heartbeat_s:
+                    await self._refuse_revoked()
             except (SQLAlchemyError, LongtakeError) as error:
                 LOG.warning("the event log cannot be read just now: %s", type(error).__name__)
                 await asyncio.sleep(ERROR_PAUSE_S)
@@ -152,6 +159,16 @@ class Hub:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._nudge.wait(), POLL_S)
 
+    async def _refuse_revoked(self) -> None:
+        """End the streams of keys that were revoked since they were opened."""
+        self._keys_at = self._loop.time()
+        keys = await run_in_threadpool(self._store.keys.list)
+        revoked = {key.id for key in keys if key.revoked_at is not None}
+        for stream in self.streams:
+            if stream.owner in revoked:
+                stream.refused = True
+                stream.wake.set()
+
     async def _start(self) -> None:
         """See that the log is read from now on, for streams that are registered by now."""
         async with self._starting:
@@ -165,7 +182,7 @@ class Hub:
         try:
             await self._start()
             yield opening(None if stream.job_id else stream.sent)
-            while not self.closing:
+            while not self.closing and not stream.refused:
                 if stream.behind:
                     ended = await self._ended(stream)
                     async for data in self._catch_up(stream):

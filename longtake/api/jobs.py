@@ -92,7 +92,7 @@ def retry_video(video_id: VideoId, service: ServiceDep, who: Owner) -> Response:
     """Queue a failed or cancelled video again; it goes on from the chunks it has."""
     service.check_accepting()
     find_video(service, who, video_id)
-    job = service.store.submissions.retry(video_id, who.id)
+    job = service.store.submissions.retry(video_id, who.id, who.limits)
     service.submitted()
     return video_response(job)
 

@@ -37,7 +37,7 @@ class Progress(BaseModel):
     """Where a video stands, to the step.
 
     ``chunk`` of ``chunks`` are done, and ``step`` of ``steps`` of the next one. ``queue_position``
-    is how many go before it; lists leave it out.
+    is how many go before it.
     """
 
     phase: str

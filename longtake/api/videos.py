@@ -129,11 +129,13 @@ def list_videos(service: ServiceDep, who: Owner, query: Annotated[ListQuery, Que
     """Videos by time of creation; those in the trash only when asked for."""
     if query.after is not None and VIDEO_ID.match(query.after) is None:
         raise NotFoundError("video", query.after)
-    page = service.store.listings.page(who.id, query.after, query.limit, query.order, query.filters)
+    listings = service.store.listings
+    page = listings.page(who.id, query.after, query.limit, query.order, query.filters)
+    positions = listings.positions(page.jobs)
     return JsonResponse(
         {
             "object": "list",
-            "data": [video_object(job) for job in page.jobs],
+            "data": [video_object(job, positions.get(job.id)) for job in page.jobs],
             "first_id": page.jobs[0].id if page.jobs else None,
             "last_id": page.jobs[-1].id if page.jobs else None,
             "has_more": page.has_more,

@@ -17,6 +17,7 @@ from longtake.queue.ledger import Ledger
 from longtake.queue.listings import deleted
 from longtake.queue.outbox import Outbox
 from longtake.queue.policy import Policy
+from longtake.queue.quotas import Quotas
 from longtake.queue.records import Batch, Job, JobState, NewJob
 from longtake.queue.rows import columns_of, job_of
 from longtake.queue.tables import events, idempotency, jobs
@@ -109,17 +110,19 @@ class Submissions:
         return job
 
     @again
-    def retry(self, job_id: str, owner: str | None) -> Job:
+    def retry(self, job_id: str, owner: str | None, limits: Mapping[str, int] | None = None) -> Job:
         """Queue a failed or cancelled job again; it goes on from the chunks it has.
 
         Raises:
             NotFoundError: there is no such job of this owner.
+            LimitError: a quota is used up, as for ``submit``.
             ConflictError: it is queued, running or completed.
         """
         with self._db.write() as conn:
             job = self._locked(conn, job_id, owner)
             if job.state not in (JobState.FAILED, JobState.CANCELLED):
                 raise ConflictError(f"a {job.state} video cannot be tried again", "not_finished")
+            Quotas(self._db, conn, self._files).admit(job.owner, limits or {}, 1)
             queued = move(
                 self._db,
                 conn,

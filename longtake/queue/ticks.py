@@ -21,6 +21,7 @@ NUDGES = f"{KEY_PREFIX}nudges"
 # one batch of the outbox sends at most so many ticks to a queue: enough to wake every worker
 TICKS_OF_BATCH = 16
 OUTBOX_BATCH = 500
+GATHER_S = 0.05  # between two batches: every batch is a write that submissions wait for
 IDLE_S = 2.0
 RETRY_S = 1.0
 BROKER_ERRORS = (OperationalError, redis.RedisError, OSError)
@@ -78,7 +79,7 @@ class Dispatcher:
         self._store = store
         self._ticker = ticker
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
 
     def start(self) -> None:
@@ -86,23 +87,24 @@ class Dispatcher:
         self._thread.start()
 
     def wake(self) -> None:
-        """Something was committed: look now. Returns at once."""
+        """Something was committed: look soon. Returns at once."""
         self._wake.set()
 
     def stop(self) -> None:
         """End the thread; what is left is sent by the next dispatcher."""
-        self._stopping = True
+        self._stopping.set()
         self._wake.set()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        wait_s = 0.0
-        while not self._stopping:
-            self._wake.wait(wait_s)
+        while not self._stopping.is_set():
             self._wake.clear()
-            if self._stopping:
-                return
-            wait_s = IDLE_S if send_outbox(self._store, self._ticker) else RETRY_S
+            if send_outbox(self._store, self._ticker):
+                self._stopping.wait(GATHER_S)
+                self._wake.wait(IDLE_S)
+            else:
+                # no wake shortens this: a broker that is away is not tried at every submission
+                self._stopping.wait(RETRY_S)
 
 
 def send_outbox(store: Store, ticker: Ticker) -> bool:

@@ -329,3 +329,24 @@ def test_a_server_that_stops_does_not_wait_for_its_streams(make_site: MakeSite) 
     answer = site.http.get("/v1/events")
     assert answer.status_code == 503
     assert "retry-after" in answer.headers
+
+
+def test_the_stream_of_a_revoked_key_ends(api: Site) -> None:
+    keys = api.service.store.keys
+    key, _ = keys.create("a laptop")
+    other, _ = keys.create("another")
+
+    async def follow() -> None:
+        hub = Hub(api.service.store, heartbeat_s=0.01)
+        ends, stays = (hub.open(Stream(one.id, 0)) for one in (key, other))
+        await anext(ends)
+        await anext(stays)
+        keys.revoke(key.id)
+        async for frame in ends:
+            assert frame.startswith(b":")
+        await anext(stays)
+        hub.close()
+        async for _ in stays:
+            pass
+
+    asyncio.run(asyncio.wait_for(follow(), 30))

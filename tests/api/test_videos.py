@@ -70,6 +70,8 @@ def test_queue_position_counts_those_before(api: Any) -> None:
     ids = [_make(api)["id"] for _ in range(3)]
     shown = [api.http.get(f"/v1/videos/{one}").json() for one in ids]
     assert [video["x_progress"]["queue_position"] for video in shown] == [0, 1, 2]
+    listed = api.http.get("/v1/videos", params={"order": "asc"}).json()["data"]
+    assert [video["x_progress"]["queue_position"] for video in listed] == [0, 1, 2]
 
 
 def test_progress_is_honest_to_the_step(api: Any, api_maker: Any) -> None:

@@ -52,9 +52,9 @@ def chromium_path() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One Chromium for the folder's tests; skipped where there is none, but not in CI."""
+    """One Chromium for a file's tests, closed after them; none skips, but not in CI."""
     path = chromium_path()
     if path is None:
         if os.environ.get("CI"):
@@ -175,6 +175,13 @@ class Take:
         self.done += 1
         progress = self._progress(0, "generating", 2.0 * (len(self.sizes) - self.done))
         self.store.leases.record_chunk(self.job.id, self.job.fence, record, published, progress)
+
+    def picture(self, step: int) -> None:
+        """Show a picture of a clip, as the engine does between two steps."""
+        frames = drawn(step, 1, self.job.request["seed"], self.job.plan["num_frames"])
+        file = self.folder.write(ArtifactKind.PREVIEW, self.folder.preview(step), preview(frames))
+        progress = self._progress(step, "generating", 3.0)
+        self.store.leases.renew(self.job.id, self.job.fence, 60, progress, [self._published(file)])
 
     def finish(self, **receipt: Any) -> Job:
         """Store what is left, and complete the job."""
@@ -381,7 +388,8 @@ def check_access() -> Callable[[Page], list[str]]:
 
     def check(page: Page) -> list[str]:
         # past the page's own policy, as the browser's tools are
-        page.evaluate(AXE.read_text(encoding="utf-8"))
+        if page.evaluate("typeof axe === 'undefined'"):
+            page.evaluate(AXE.read_text(encoding="utf-8"))
         found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         return [
             f"{one['id']} ({one['impact']}): {node['html'][:160]} {node['failureSummary'][:200]}"

@@ -344,6 +344,11 @@ def test_retry_goes_on_from_the_chunks_there_are(desk: Desk) -> None:
         desk.store.submissions.retry(job.id, "local")
     desk.store.leases.fail(job.id, job.fence, {"code": "model_error", "message": "no"})
     assert desk.get(job).error == {"code": "model_error", "message": "no"}
+    other = desk.submit()
+    with pytest.raises(LimitError) as full:
+        desk.store.submissions.retry(job.id, "local", {"max_queued": 1})
+    assert full.value.code == "queue_full"
+    desk.store.submissions.cancel(other.id, "local")
     again = desk.store.submissions.retry(job.id, "local")
     assert (again.state, again.attempt, again.error, again.completed_at, again.expires_at) == (
         JobState.QUEUED, 0, None, None, None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 import av
 import imageio_ffmpeg
 import numpy as np
+import psutil
 import pytest
 
 from longtake.errors import MediaError, OutputError, RequestError
@@ -148,14 +148,17 @@ SLOW = r"input_reference=.*took longer than 0.01 s and was stopped"
 
 
 def test_time_limit_stops_ffmpeg(tmp_path: Path, clip: Path) -> None:
+    before = _children()
     with pytest.raises(MediaError, match=SLOW):
         ffmpeg.probe(clip, timeout_s=0.01)
     with pytest.raises(MediaError, match=SLOW):
         ffmpeg.normalise_clip(clip, tmp_path / "even.mkv", (1920, 1080), 1000, timeout_s=0.01)
     assert list(tmp_path.iterdir()) == [clip]
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    if children.exists():
-        assert children.read_text() == ""
+    assert _children() == before
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
 
 
 WAYS: list[Callable[[Path, Path], object]] = [

@@ -16,9 +16,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from training.papercut import data
 from training.papercut.distributed import log_to_stderr
@@ -32,6 +34,7 @@ _PHASES = 8
 _SHAPE_FRAMES = 12
 _LEAST_OVERLAP = 0.5
 _AREA_PX = (120, 2200)
+_TILTS = {"star": (-24, -12, 12, 24), "triangle": (-15, 15), "fish": (-15, 15)}  # degrees
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -61,14 +64,17 @@ def _backgrounds() -> dict[str, data.FloatArray]:
 
 @cache
 def _outlines() -> tuple[tuple[str, BoolArray], ...]:
-    """Every subject at three sizes and both ways round, centred on its centre of mass."""
+    """Every subject at three sizes, both ways round, upright and tilted; centred on its mass.
+
+    A star that leans is a star: compared with upright outlines alone it would be read as a ball.
+    """
     made = []
-    for subject in SUBJECTS:
-        for scale in (0.88, 1.0, 1.12):
-            for faces_left in (False, True):
-                radius = round(data._RADIUS_PX[subject] * scale * 4) / 4
-                alpha = data.sprite(subject, radius, faces_left).alpha > 0.5
-                made.append((subject, _centred(alpha)))
+    for subject, scale, faces_left in product(SUBJECTS, (0.88, 1.0, 1.12), (False, True)):
+        radius = round(data._RADIUS_PX[subject] * scale * 4) / 4
+        picture = Image.fromarray(data.sprite(subject, radius, faces_left).alpha)
+        for tilt in (0, *_TILTS.get(subject, ())):
+            alpha = np.asarray(picture.rotate(tilt, Image.Resampling.BILINEAR)) > 0.5
+            made.append((subject, _centred(alpha)))
     return tuple(made)
 
 

@@ -57,7 +57,7 @@ class Served:
         found = {}
         for child in psutil.Process(self.process.pid).children():
             line = child.cmdline()
-            name = next((names[word] for word in names for part in line[:4] if word in part), "?")
+            name = next((names[word] for word in names for part in line[:5] if word in part), "?")
             found[name] = child
         return found
 
