@@ -95,23 +95,27 @@ def decoded(path: Path) -> NDArray[np.uint8]:
     return np.stack(frames).astype(np.uint8)
 
 
-def undisturbed(request: dict[str, Any], folder: Path) -> NDArray[np.uint8]:
+def undisturbed(
+    request: dict[str, Any], folder: Path, kv_cache: str | None = None
+) -> NDArray[np.uint8]:
     """What ``longtake generate`` makes of the request."""
     target = folder / "undisturbed.mp4"
-    generate(request_from_mapping(request), Target(target), EngineOptions(device="cpu"))
+    options = EngineOptions(device="cpu", kv_cache=kv_cache)
+    generate(request_from_mapping(request), Target(target), options)
     return decoded(target)
 
 
 def test_one_process_works_stops_works_again_and_hangs(
     start: Start, tmp_path: Path, request_of: dict[str, Any]
 ) -> None:
-    engine = start("hang-step:9", preload=request_of["model"])
+    engine = start("hang-step:9", preload=request_of["model"], kv_cache="int8")
     pid = engine.pid or 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(pid, number)
     assert engine.receive(0) is None
     engine.send(work(tmp_path / "a", request_of))
-    assert until(engine, Planned).chunks == 5
+    planned = until(engine, Planned)
+    assert (planned.chunks, planned.plan["kv_cache"]) == (5, "int8")
     while until(engine, StepStarted) != StepStarted(1, 0):
         pass
     engine.ask_stop()
@@ -122,7 +126,8 @@ def test_one_process_works_stops_works_again_and_hangs(
     engine.send(work(tmp_path / "a", request_of))
     assert until(engine, ChunkDone).reused
     assert until(engine, Finished).memory_bytes > 10**8
-    assert np.array_equal(decoded(tmp_path / "a" / "video.mp4"), undisturbed(request_of, tmp_path))
+    expected = undisturbed(request_of, tmp_path, "int8")
+    assert np.array_equal(decoded(tmp_path / "a" / "video.mp4"), expected)
     engine.send(work(tmp_path / "b", {**request_of, "num_frames": 34}))
     assert until(engine, Failed).code is ErrorCode.INVALID_REQUEST
     assert (engine.alive, engine.pid) == (True, pid)
@@ -229,3 +234,8 @@ def test_settings_say_how_it_runs(tmp_path: Path) -> None:
     options = EngineSettings.of(Settings(data_dir=tmp_path, threads=3, device="cpu"))
     assert (options.device, options.threads, options.preload) == ("cpu", 3, "papercut")
     assert EngineSettings.of(Settings(data_dir=tmp_path, preload=False)).preload is None
+    # ranks wait for each other longer than the worker waits for any of them
+    assert (options.data_limit_s, options.control_limit_s) == (1800, 5400)
+    quick = {"step_limit_s": 5, "decode_limit_s": 7, "load_limit_s": 20, "finish_limit_s": 8}
+    options = EngineSettings.of(Settings(data_dir=tmp_path, kv_cache="int8", **quick))
+    assert (options.data_limit_s, options.control_limit_s, options.kv_cache) == (21, 60, "int8")

@@ -23,6 +23,7 @@ from longtake.queue.messages import (
     File,
     Finished,
     LatentsStored,
+    Pictured,
     Planned,
     Stage,
     StepDone,
@@ -399,6 +400,23 @@ def test_clip_mode_is_one_chunk(engine: Engine, tmp_path: Path) -> None:
     stopped, worker = attempt(engine, tmp_path / "a", request, Worker(StepStarted(0, 0)))
     assert isinstance(stopped, Stopped)
     assert (stopped.frames, worker.of(StepStarted)) == (0, [StepStarted(0, 0)])
+
+
+def test_a_clip_shows_pictures_and_is_the_same(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longtake.queue.service_run.PICTURES_SHARE", 1e9)
+    request = {"prompt": BALL, "seed": 3, "num_frames": 9, "mode": "clip"}
+    request["num_inference_steps"] = 6
+    outcome, worker = attempt(engine, tmp_path / "a", request)
+    assert isinstance(outcome, Finished), outcome
+    shown = [np.asarray(Image.open(one.file.path), np.float32) for one in worker.of(Pictured)]
+    assert len(shown) == 4, "after every step but the first, which has none before, and the last"
+    video = decoded(tmp_path / "a" / "video.mp4")
+    assert np.array_equal(video, undisturbed(request, tmp_path))
+    middle = video[len(video) // 2].astype(np.float32)
+    off = [float(np.abs(picture - middle).mean()) for picture in shown]
+    assert off[-1] < min(off[0], 25), off
 
 
 @pytest.mark.parametrize(

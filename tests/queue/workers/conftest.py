@@ -311,7 +311,7 @@ class RealWorker:
 
 
 T = TypeVar("T")
-REAL_WAIT_S = 120.0
+REAL_WAIT_S = 240.0
 
 
 def until(found: Callable[[], T | None], *needed: subprocess.Popen[bytes]) -> T:

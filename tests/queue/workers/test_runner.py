@@ -16,6 +16,7 @@ from longtake.queue.messages import (
     EngineMessage,
     Finished,
     LatentsStored,
+    Pictured,
     Stage,
     StepDone,
     StepStarted,
@@ -80,6 +81,21 @@ def test_an_attempt_stores_every_chunk_and_one_result(rig: Rig) -> None:
     assert told[0] == "queued"
     assert told[-1] == "completed"
     assert [one for one in told if one == "chunk"] == ["chunk"] * 3
+
+
+def test_a_picture_of_an_unfinished_chunk_takes_the_place_of_the_one_before(rig: Rig) -> None:
+    def picture(message: EngineMessage, engine: ScriptedEngine) -> EngineMessage:
+        if not isinstance(message, StepDone):
+            return message
+        path = engine.works[-1].folder / "previews" / f"preview-{len(engine.done)}"
+        return Pictured(rig.write(path, ArtifactKind.PREVIEW))
+
+    assert rig.run(picture).outcome is Outcome.COMPLETED
+    job = rig.job()
+    kept = rig.store.files.of_job(job.id, ArtifactKind.PREVIEW)
+    assert len(kept) == 1
+    assert rig.engine.done.count("Pictured") == 6
+    assert kept[0].key in rig.keys(job)
 
 
 def test_a_stop_releases_the_job_and_the_next_attempt_goes_on(rig: Rig) -> None:
@@ -260,8 +276,10 @@ def test_a_stale_attempt_commits_nothing_and_leaves_nothing(rig: Rig) -> None:
 
     def lose(_: ScriptedEngine) -> None:
         stale = rig.job()
-        rig.store.leases.renew(stale.id, stale.fence, -1.0)
-        other = rig.claim("worker-2")
+        other = None
+        while other is None:  # the attempt's own thread may renew the lease in between
+            rig.store.leases.renew(stale.id, stale.fence, -1.0)
+            other = rig.store.leases.claim("worker-2", "default", lease_s=rig.settings.lease_s)
         assert other.fence == 2
 
     ran = rig.run(at(Finished, lose))
