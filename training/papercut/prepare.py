@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Options:
 
     folder: Path
     clips: int
+    minutes: float
 
 
 def fresh_clips(rng: np.random.Generator, count: int, frames: int) -> Tensor:
@@ -106,6 +108,8 @@ def render_pool(group: Group, options: Options) -> None:
         path = options.folder / "pool" / f"shard-{number:03d}.pt"
         if path.exists():
             continue
+        if made and time.monotonic() - started >= options.minutes * 60:
+            return
         save(render_shard(fitted, number), path)
         made += SHARD_CLIPS
         if group.leads:
@@ -117,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, help="folder for everything that is made")
     parser.add_argument("--clips", type=int, default=8000)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of rendering, this time")
     chosen = parser.parse_args()
     log_to_stderr()
     folder = work_folder(chosen.work)
@@ -128,7 +133,8 @@ def main() -> None:
     )
     (folder / "pool").mkdir(exist_ok=True)
     ensure_transform(folder)
-    launch(render_pool, Options(folder, chosen.clips), device="cpu")
+    options = Options(folder, chosen.clips, chosen.minutes)
+    launch(render_pool, options, device="cpu", processes=os.cpu_count())
 
 
 if __name__ == "__main__":
