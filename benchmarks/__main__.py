@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import attention, length, memory, overhead, parallel, service, speed, vae_decode
+from benchmarks import (
+    attention,
+    attention_cost,
+    gallery,
+    length,
+    memory,
+    overhead,
+    parallel,
+    service,
+    speed,
+    vae_decode,
+)
 from benchmarks.report import run
 
 if __name__ == "__main__":
@@ -22,7 +33,9 @@ if __name__ == "__main__":
                 "parallel": parallel.figure,
                 "vae_decode": vae_decode.figure,
                 "attention": attention.figure,
+                "attention_cost": attention_cost.figure,
                 "service": service.figure,
+                "gallery": gallery.figure,
             },
         )
     )

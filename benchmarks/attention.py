@@ -5,11 +5,8 @@ Run ``python -m benchmarks.attention [--quick] [--json] [--threads N]``.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -18,6 +15,7 @@ import torch
 from benchmarks.report import Figure, Row, Scale, Table, run
 from longtake.video.attention import attend_chunked, sdpa
 from longtake.video.attention_readings import CHUNK_TOKENS
+from longtake.video.memory import peak_bytes
 
 TOKENS = {
     Scale.FULL: (8192, 16384, 32768),
@@ -27,8 +25,7 @@ TOKENS = {
 PAIRS = {Scale.FULL: 7, Scale.QUICK: 5, Scale.SMALLEST: 1}
 QUERIES, HEADS, HEAD_DIM = 1560, 4, 64
 MAX_RATIO, MAX_SHARE, MAX_GROWTH = 1.10, 1 / 8, 1.1
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
+CPU = torch.device("cpu")
 MIB = 2**20
 
 
@@ -47,7 +44,7 @@ def figure(scale: Scale) -> Figure:
 
         pairs = [(timed(whole), timed(parts)) for _ in range(PAIRS[scale] + 1)][1:]
         ratio = median(part / one for one, part in pairs)
-        extra = (extra_bytes(whole), extra_bytes(parts))
+        extra = (peak_bytes(whole, CPU) or 0, peak_bytes(parts, CPU) or 0)
         scores = HEADS * q.shape[1] * tokens * q.element_size()
         rows.append(Row(f"chunked / SDPA, {tokens} keys", ratio, "x", MAX_RATIO))
         seconds = (median(one for one, _ in pairs), median(part for _, part in pairs))
@@ -72,30 +69,6 @@ def timed(call: Callable[[], torch.Tensor]) -> float:
     began = perf_counter()
     call()
     return perf_counter() - began
-
-
-def extra_bytes(call: Callable[[], torch.Tensor]) -> int:
-    """Peak resident memory during a call over that before it; 0 where Linux does not say."""
-    if not CLEAR.exists():
-        return 0
-    gc.collect()
-    _give_back()
-    CLEAR.write_text(RESET_PEAK)
-    before = _status("VmRSS")
-    call()
-    return max(0, _status("VmHWM") - before)
-
-
-def _give_back() -> None:
-    """Hand freed memory back to the kernel, so that it counts when it is taken again (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _status(name: str) -> int:
-    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    return int(fields[name].split()[0]) * 1024
 
 
 def _growth(lines: list[tuple[float, ...]]) -> float:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from longtake import __version__
 from longtake.errors import LongtakeError, RequestError
+from longtake.measure_cli import add_commands as add_measure_commands
 from longtake.schedulers.prompts import TimedPrompt
 from longtake.service_cli import add_commands as add_service_commands
 from longtake.video.manifest import DEFAULT_MODEL
@@ -83,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     models = _command(commands, "models", "list models", _models)
     models.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
+    add_measure_commands(commands, _command)
     add_service_commands(commands, _command)
     return parser
 
@@ -146,6 +148,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--backend", choices=BACKENDS, default="auto", help="self-attention")
     engine.add_argument(
         "--kv-cache", choices=KV_STORAGE, help="store the past in less than is computed"
+    )
+    engine.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="of longtake tune, or none (default: the one made for this model and device)",
     )
     engine.add_argument("--threads", type=int, help="CPU threads (of each rank)")
     engine.add_argument(
@@ -305,7 +312,12 @@ def _engine(args: argparse.Namespace) -> EngineOptions:
     from longtake.video.options import EngineOptions
 
     return EngineOptions(
-        args.device, args.dtype, args.backend, args.parallel, kv_cache=args.kv_cache
+        args.device,
+        args.dtype,
+        args.backend,
+        args.parallel,
+        kv_cache=args.kv_cache,
+        profile=args.profile,
     )
 
 

@@ -123,6 +123,8 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     console = Console()
     rows = Table(show_header=False, box=None, pad_edge=False)
     for name, value in plan.items():
+        if name == "profile" and value:
+            value = ", ".join(f"{key} {part}" for key, part in value.items() if part is not None)
         if name not in SHOWN_APART and value not in ("", None):
             rows.add_row(name, Text(f"{value:g}" if isinstance(value, float) else str(value)))
     rows.add_row("seconds", f"{plan['seconds']:.4g}")
@@ -147,6 +149,14 @@ def print_models(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         modes = ", ".join(row["modes"])
         table.add_row(row["model"], modes, row["size"], f"{row['fps']:g}", row["description"])
+    Console().print(table)
+
+
+def print_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Any lines of cells as a table on standard output."""
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
 
 

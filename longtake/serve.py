@@ -148,6 +148,10 @@ class Supervisor:
             told["PARALLEL"] = settings.parallel
         if settings.gpus:
             told["GPUS"] = json.dumps(settings.gpus)
+        if settings.kv_cache is not None:
+            told["KV_CACHE"] = settings.kv_cache
+        if settings.profile is not None:
+            told["PROFILE"] = settings.profile
         return {**os.environ, **{PREFIX + name: value for name, value in told.items()}}
 
     def _watch(self) -> None:

@@ -37,7 +37,7 @@ def add_commands(commands: Any, command: NewCommand) -> None:
     serve.add_argument(
         "--device", action="append", default=[], help="of a worker's engine (repeatable, in turn)"
     )
-    _add_ranks(serve)
+    _add_engine(serve)
 
     api = command(commands, "api", "the REST API alone", _api)
     _add_data(api)
@@ -48,7 +48,7 @@ def add_commands(commands: Any, command: NewCommand) -> None:
     _add_data(worker)
     worker.add_argument("--queue", help="queue that jobs are taken from")
     worker.add_argument("--device", help="the engine's device")
-    _add_ranks(worker)
+    _add_engine(worker)
 
     _add_database(commands, command)
     _add_keys(commands, command)
@@ -78,7 +78,15 @@ def _add_keys(commands: Any, command: NewCommand) -> None:
         _add_data(action)
 
 
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-cache", metavar="TYPE", help="store the past as bf16, fp16 or int8, not as computed"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="of longtake tune, or none (default: the one made for a model and device)",
+    )
     parser.add_argument("--gpus", metavar="LIST", help="one video on these CUDA devices: 0,1,2,3")
     parser.add_argument(
         "--parallel",
@@ -114,10 +122,11 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
     from longtake.settings import PREFIX, Settings
 
-    names = ("data_dir", "host", "port", "allow_open", "queue", "device", "parallel")
-    told = {name: getattr(args, name, None) for name in names}
+    service = ("data_dir", "host", "port", "allow_open", "queue")
+    names = (*service, "device", "parallel", "kv_cache", "profile")
+    told: dict[str, Any] = {name: getattr(args, name, None) for name in names}
     gpus = getattr(args, "gpus", None)
-    told["gpus"] = tuple(gpus.split(",")) if gpus is not None else None
+    told["gpus"] = _devices(gpus) if gpus is not None else None
     told["device"] = told["device"] or None  # a list where serve takes several
     flags = {name: value for name, value in told.items() if value is not None}
     flags = {name: value for name, value in flags.items() if not isinstance(value, list)}
@@ -128,6 +137,14 @@ def read_settings(args: argparse.Namespace) -> Settings:
         name = str(first["loc"][0]) if first["loc"] else "settings"
         shown = name if name in flags else f"{PREFIX}{name}".upper()
         raise RequestError(shown, first.get("input"), str(first["msg"])) from None
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    """The devices of ``--gpus``: numbers, or the ids that CUDA_VISIBLE_DEVICES takes."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise RequestError("gpus", text, "is no list of CUDA devices", "such as 0,1,2,3")
+    return names
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -84,7 +84,18 @@ class Settings(BaseSettings):
     )
     dtype: str = Field(default="auto", description="the engine's compute dtype")
     backend: str = Field(default="auto", description="the engine's self-attention backend")
-    threads: int | None = Field(default=None, ge=1, description="the engine's CPU threads")
+    kv_cache: Literal["bf16", "fp16", "int8"] | None = Field(
+        default=None,
+        description="what the KV cache stores; default: what is computed. "
+        "Clip mode has no cache and does not mind",
+    )
+    profile: str | None = Field(
+        default=None,
+        description="file of longtake tune, or none; default: the one made for a model here",
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="the engine's CPU threads, of each rank"
+    )
     parallel: str | None = Field(
         default=None,
         description="one video on several ranks: auto, or ulysses=N, ring=N, cfg=2 with commas",

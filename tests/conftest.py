@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+# a profile that longtake tune made for this machine must not steer tests
+os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / "longtake-tests-data")
 
 import pytest
 import torch

@@ -7,17 +7,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from longtake.cli import main
 from longtake.errors import BackendError, RequestError
 from longtake.schedulers.prompts import TimedPrompt
 from longtake.video import capabilities
-from longtake.video.capabilities import COLUMNS, REFUSED_IN_CLIP, TABLE, Cell
+from longtake.video.capabilities import (
+    COLUMNS,
+    PARALLEL,
+    PARALLEL_COLUMNS,
+    REFUSED_IN_CLIP,
+    TABLE,
+    Cell,
+)
 from longtake.video.clip_plan import OTHER_MODE
 from longtake.video.generate import Target, generate
 from longtake.video.options import EngineOptions, Storage
+from longtake.video.prepare import plan_request
 from longtake.video.request import REQUEST_FIELDS, VideoRequest, request_from_mapping
+from longtake.video.writer import open_writer
 
 MakeModel = Callable[..., Path]
 ROOT = Path(__file__).parent.parent
@@ -26,7 +37,10 @@ CELLS = [
     for feature, cells in TABLE.items()
     for column, cell in zip(COLUMNS, cells, strict=True)
 ]
-PROOFS = sorted({cell.proof for _, _, cell in CELLS if cell.kind != "refused"})
+OVER_RANKS = [cell for _, cells in PARALLEL.values() for cell in cells]
+PROOFS = sorted(
+    {cell.proof for cell in [*(c for *_, c in CELLS), *OVER_RANKS] if cell.kind != "refused"}
+)
 REFUSED = {(cell.proof, column) for _, column, cell in CELLS if cell.kind == "refused"}
 # what nothing knows yet, under the name it will have
 UNKNOWN = ("quantization", "offload", "compile", "guard", "lora")
@@ -54,9 +68,10 @@ def test_every_feature_has_a_cell_in_every_column() -> None:
 
 def test_every_refusal_is_tried_below() -> None:
     # no request can ask for another try at a chunk, so "mode" has nothing to refuse
-    # ranks are refused by name in tests/video/test_parallel_generate.py
+    # ranks are refused in test_a_layout_is_refused_at_plan_time_or_planned
     tried = {*UNKNOWN, *REFUSED_IN_CLIP, "attention", "backend", "kv_cache", "resume", "mode"}
-    tried |= {"parallel"}
+    # and a profile in tests/video/test_profiles.py
+    tried |= {"parallel", "profile"}
     assert {proof for proof, _ in REFUSED} <= tried
     assert {proof for proof, _ in REFUSED} >= {*UNKNOWN, "backend", "resume", "video", "prompts"}
     assert {column for proof, column in REFUSED if proof in UNKNOWN} == set(COLUMNS)
@@ -127,6 +142,74 @@ def test_backends_of_a_gpu_are_refused_on_a_cpu(
     assert not (tmp_path / "a.mp4").exists()
 
 
+# how the rows of the table of ranks are asked for; a text of a reading is the field `attention`
+ASKED: dict[str, dict[str, Any]] = {
+    "window": {},
+    "global": {"attention": "global"},
+    "guided": {"guidance_scale": 2.0},
+    "image": {"image": "start.png"},
+    "continue": {"video": "clip.mp4"},
+    "redraw": {"video": "clip.mp4", "strength": 0.5, "num_frames": 17},
+    "recache": {"prompts": (TimedPrompt(1.0, "a blue star"),)},
+    "redo": {},
+    "resume": {},
+    "chunked": {"attention": "chunked:7"},
+    "reading": {"attention": "global+window:5"},
+    "layers": {"attention": "global,layers:0=window:5"},
+    "topk": {"attention": "topk:2"},
+    "radial": {"attention": "radial:2"},
+    **{name: {"kv_cache": name} for name in ("bf16", "fp16", "int8")},
+    "clip": {"mode": "clip", "model": "papercut", "num_frames": 5},
+}
+LAYOUT_CELLS = [
+    (case, layout, cell)
+    for case, cells in PARALLEL.values()
+    for layout, cell in zip(PARALLEL_COLUMNS.values(), cells, strict=True)
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a start image and a clip."""
+    folder = tmp_path_factory.mktemp("inputs")
+    pixels = np.zeros((17, 16, 32, 3), np.uint8)
+    with open_writer(folder / "clip.mp4", size=(32, 16), fps=8) as writer:
+        writer.write(pixels)
+    Image.fromarray(pixels[0]).save(folder / "start.png")
+    return folder
+
+
+@pytest.mark.parametrize(("case", "layout", "cell"), LAYOUT_CELLS)
+def test_a_layout_is_refused_at_plan_time_or_planned(
+    make_model: MakeModel, inputs: Path, case: str, layout: str, cell: Cell
+) -> None:
+    values = {"prompt": "a red ball", "model": str(make_model()), "num_frames": 33, **ASKED[case]}
+    for name in ("image", "video"):
+        if name in values:
+            values[name] = str(inputs / values[name])
+    if "cfg" in layout and case != "clip":
+        values["guidance_scale"] = 2.0
+    options = EngineOptions("cpu", parallel=layout, kv_cache=values.pop("kv_cache", None))
+    if cell.kind != "refused":
+        plan = plan_request(VideoRequest(**values), options, probe=False)
+        assert plan.as_dict()["chunks"]["count"] > 1
+        return
+    with pytest.raises(RequestError) as caught:
+        plan_request(VideoRequest(**values), options, probe=False)
+    assert (caught.value.field, cell.proof) == ("parallel", "parallel")
+
+
+def test_halves_of_guidance_need_guidance(make_model: MakeModel) -> None:
+    request = VideoRequest(prompt="a red ball", model=str(make_model()))
+    with pytest.raises(RequestError, match="guidance_scale is 1"):
+        plan_request(request, EngineOptions("cpu", parallel="cfg=2"), probe=False)
+
+
+def test_every_row_of_ranks_is_asked_for() -> None:
+    assert {case for case, _ in PARALLEL.values()} == set(ASKED)
+    assert all(len(cells) == len(PARALLEL_COLUMNS) for _, cells in PARALLEL.values())
+
+
 @pytest.mark.parametrize("field", UNKNOWN)
 def test_what_is_not_there_is_not_taken_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
@@ -157,8 +240,8 @@ def test_the_page_is_what_the_code_says(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_cell_says_its_proof_and_its_note() -> None:
     rows = capabilities.render().splitlines()
-    assert sum(row.startswith("| ") for row in rows) == len(TABLE) + 1
-    (resume,) = (row for row in rows if row.startswith("| stop and resume |"))
+    assert sum(row.startswith("| ") for row in rows) == len(TABLE) + len(PARALLEL) + 2
+    resume = next(row for row in rows if row.startswith("| stop and resume |"))
     assert "exact: `test_resume_equals_an_undisturbed_run`" in resume
     assert "refused: `resume` (a stopped clip keeps nothing)" in resume
     assert Cell("refused", "mode") == Cell("refused", "mode", "")

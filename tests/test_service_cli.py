@@ -14,6 +14,7 @@ import pytest
 from longtake.cli import main
 from longtake.queue.database import current_revision
 from longtake.queue.store import open_store
+from longtake.serve import ServeOptions, Supervisor
 from longtake.settings import Settings
 
 Run = Callable[[str], tuple[int, str, str]]
@@ -101,6 +102,15 @@ def test_the_schema_is_upgraded_and_checked(run: Run, data: Path) -> None:
         ("keys revoke key_nobody", 2, "no key 'key_nobody'"),
         ("keys create x --max-bytes -1", 2, "max_bytes=-1: is out of range; 0 or more"),
         ("serve --workers -1", 2, "workers=-1: is out of range; 0 or more"),
+        ("worker --parallel tensor=2", 2, "parallel='tensor=2': 'tensor=2' is no layout; auto, or"),
+        ("worker --gpus 0,1,2,3 --parallel ulysses=2", 2, "for 2 ranks, there are 4 GPUs; .* of 4"),
+        ("worker --gpus 0,0", 2, "gpus='0,0': names one twice; one GPU for each rank"),
+        ("worker --gpus 0,", 2, "gpus='0,': is no list of CUDA devices; such as 0,1,2,3"),
+        ("worker --gpus 0,1 --device cpu", 2, "device='cpu': is one device, .* gpus=0,1 or "),
+        ("worker --parallel ring=2 --device cuda:1", 2, "device='cuda:1': is one device"),
+        ("worker --kv-cache int4", 2, "kv_cache='int4': .*'bf16', 'fp16' or 'int8'"),
+        ("serve --parallel ulysses=2 --workers 2", 2, "workers=2: one worker has all ranks"),
+        ("serve --parallel cfg=3", 2, "parallel='cfg=3': guidance has two halves; cfg=1 or cfg=2"),
         ("serve --port 70000", 2, "port=70000: .*65535"),
         ("serve --host 0.0.0.0 --port 0", 3, "host=0.0.0.0: anybody .*--allow-open"),
         ("serve --host 192.0.2.1 --port 0", 3, "host=192.0.2.1: anybody"),
@@ -121,3 +131,23 @@ def test_a_bad_variable_is_named(run: Run, data: Path, monkeypatch: pytest.Monke
     code, _, err = run("db upgrade")
     assert code == 2
     assert "LONGTAKE_LEASE_S='soon'" in err
+
+
+@pytest.mark.parametrize("command", ["worker", "serve", "generate", "plan"])
+def test_help_tells_of_ranks(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--parallel LAYOUT" in shown
+    assert "auto, or ulysses=N, ring=N, cfg=2 joined by commas" in shown
+    assert "--kv-cache" in shown
+    if command in ("worker", "serve"):
+        assert "--gpus LIST" in shown
+        assert "without --gpus on CPU processes" in shown
+
+
+def test_children_of_serve_read_its_flags(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Settings(data_dir=data, parallel="ulysses=2", gpus=("2", "3"), kv_cache="int8", port=0)
+    for name, value in Supervisor(told, ServeOptions())._environment().items():
+        monkeypatch.setenv(name, value)
+    assert Settings() == told

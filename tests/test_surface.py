@@ -77,6 +77,7 @@ gpus
 heartbeat_s
 host
 idempotency_s
+kv_cache
 lease_s
 load_limit_s
 log_level
@@ -95,6 +96,7 @@ poison_limit
 poll_s
 port
 preload
+profile
 queue
 reconcile_s
 redis_url

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from longtake.api.errors import ApiError
+from longtake.video.attention_plan import LEGAL as ATTENTION_PLANS
 
 MAX_TAGS, MAX_TAG = 32, 64
 EXAMPLE_ID = "video_abcdefghijkmnpqrstuvwxyz"
@@ -38,7 +39,18 @@ ALIASES = {
 }
 # settings of the service: whoever runs it decides, not whoever asks
 ENGINE_OPTIONS = frozenset(
-    {"device", "dtype", "offload", "compile", "parallel", "backend", "threads", "queue"}
+    {
+        "device",
+        "dtype",
+        "offload",
+        "compile",
+        "parallel",
+        "backend",
+        "threads",
+        "queue",
+        "kv_cache",
+        "profile",
+    }
 )
 
 
@@ -122,7 +134,11 @@ class RequestFields(_Body):
     sampler: Text | None = Field(None, description="euler or lcm")
     window: Whole | None = Field(None, description="latent frames a query sees")
     sink: Whole | None = Field(None, description="first latent frames that are never evicted")
-    attention: Text | None = Field(None, description="attention plan, such as window or global")
+    attention: Text | None = Field(
+        None,
+        description=f"what a chunk reads of the past: {ATTENTION_PLANS}; clauses may name layers "
+        "or steps (docs/attention.md)",
+    )
     strength: Number | None = Field(
         None, description="0 to 1, how much of an input video is noised away"
     )

@@ -15,10 +15,13 @@ from typing import Any
 
 from longtake.errors import NotFoundError, RequestError
 from longtake.queue.catalogue import Catalogue, KnownModel
+from longtake.queue.engine_group import group_size
 from longtake.queue.records import Artifact, ArtifactKind, Job
 from longtake.queue.store import Store
 from longtake.schedulers.chunks import ChunkLayout, latent_frames, pixel_frames
+from longtake.settings import Settings
 from longtake.video.clip_plan import ClipPlan, make_clip_plan
+from longtake.video.parallel_layout import facts_of, resolve_layout
 from longtake.video.plan import Inputs, Plan, make_plan, resolve_fps
 from longtake.video.request import (
     VideoRequest,
@@ -55,9 +58,10 @@ class Admitted:
 class Admission:
     """Plans requests of one service."""
 
-    def __init__(self, store: Store, catalogue: Catalogue) -> None:
+    def __init__(self, store: Store, catalogue: Catalogue, settings: Settings) -> None:
         self._store = store
         self._catalogue = catalogue
+        self._settings = settings
 
     def admit(self, data: Mapping[str, Any], owner: str) -> Admitted:
         """Plan a request in the JSON form of ``VideoRequest``; its model is a public name.
@@ -73,6 +77,7 @@ class Admission:
             plan, inputs = self._clip(request, known, owner)
         else:
             plan, inputs = self._hybrid(request, known, owner)
+        check_ranks(plan, self._settings)
         stored = request_to_mapping(plan.request) | {"seed": plan.seed}
         return Admitted(stored, summary(plan), plan, known.name, plan.mode, inputs)
 
@@ -92,7 +97,8 @@ class Admission:
         if request.negative_prompt:
             texts.append(request.negative_prompt)
         warnings = vocabulary_warnings(manifest, texts)
-        return make_plan(request, manifest, shape, inputs=inputs, warnings=warnings), used
+        plan = make_plan(request, manifest, shape, inputs=inputs, warnings=warnings)
+        return replace(plan, kv_cache=self._settings.kv_cache), used
 
     def _clip(
         self, request: VideoRequest, known: KnownModel, owner: str
@@ -151,6 +157,23 @@ def choose_mode(request: VideoRequest, known: KnownModel) -> str:
         reason = f"model {known.name!r} does not run that way"
         raise RequestError("mode", mode, reason, " or ".join(known.modes))
     return mode
+
+
+def check_ranks(plan: Plan | ClipPlan, settings: Settings) -> None:
+    """Refuse what the ranks of this service's engines could not share, as they would.
+
+    Raises:
+        RequestError: of the field ``parallel``, which whoever runs the service has set.
+    """
+    size = group_size(settings)
+    if size == 1:
+        return
+    text = settings.parallel or "auto"
+    if isinstance(plan, Plan):
+        resolve_layout(text, facts_of(plan), size)
+    elif not settings.gpus:
+        reason = "diffusers divides a clip over CUDA devices only, and this service has CPU ranks"
+        raise RequestError("parallel", text, reason, "mode=hybrid")
 
 
 def summary(plan: Plan | ClipPlan) -> dict[str, Any]:

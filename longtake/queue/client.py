@@ -44,7 +44,7 @@ class Client:
     ) -> None:
         self.store = store
         self.settings = settings
-        self.admission = Admission(store, catalogue or Catalogue(settings))
+        self.admission = Admission(store, catalogue or Catalogue(settings), settings)
 
     def plan(self, request: Mapping[str, Any], owner: str = LOCAL_OWNER) -> Admitted:
         """What would run; nothing is queued. Errors as of ``Admission.admit``."""

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 RUN, STOP, STOP_AND_KEEP = 0, 1, 2
 KILL_WAIT_S = 30.0
+# a rank may wait this many times as long as any stage of another may take: the worker, which hears
+# of stages, ends a group first
+PATIENCE = 3.0
 
 # Linux ends a child with the *thread* that started it, so that thread must live as long as we do
 STARTER = ThreadPoolExecutor(1, thread_name_prefix="engine-starter")
@@ -51,6 +54,9 @@ class EngineSettings:
         preload: model loaded before ``Ready``; a model that cannot be loaded is no reason to fail.
         environment: variables of the child alone, set before torch is imported.
         start_limit_s: longest wait for ``Ready``.
+        kv_cache, profile: as of ``EngineOptions``.
+        data_limit_s, control_limit_s: how long a rank of a group waits for the others, as of
+            ``parallel_groups.Limits``.
     """
 
     device: str | None = None
@@ -60,10 +66,16 @@ class EngineSettings:
     preload: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     start_limit_s: float = 300.0
+    kv_cache: str | None = None
+    profile: str | None = None
+    data_limit_s: float = 1800.0
+    control_limit_s: float = 7200.0
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """What the service's settings say."""
+        shared = max(settings.step_limit_s, settings.decode_limit_s)
+        longest = max(shared, settings.load_limit_s, settings.finish_limit_s)
         return cls(
             device=settings.device,
             dtype=settings.dtype,
@@ -71,6 +83,10 @@ class EngineSettings:
             threads=settings.threads,
             preload=settings.default_model if settings.preload else None,
             start_limit_s=settings.start_limit_s,
+            kv_cache=settings.kv_cache,
+            profile=settings.profile,
+            data_limit_s=PATIENCE * shared,
+            control_limit_s=PATIENCE * longest,
         )
 
 

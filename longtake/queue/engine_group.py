@@ -248,7 +248,9 @@ class EngineGroup(EngineProcess):
 
     def _fail(self, process: Any, error: BaseException | None) -> None:
         """A rank is gone: so are all."""
-        wait([process.sentinel], KILL_WAIT_S)
+        with self._lock:
+            # its files are closed a moment before it has an exit code
+            process.join(KILL_WAIT_S)
         code = process.exitcode
         self.kill()
         raise EngineDied(code) from error
@@ -299,6 +301,8 @@ def _receive(process: Any, pipe: Connection, timeout_s: float) -> Any:
         if pipe in ready or (ready and pipe.poll(0)):
             return pipe.recv()
     except (EOFError, OSError):
+        pass  # the end of what it sent
+    if ready:
         process.join(KILL_WAIT_S)
     return None
 

@@ -18,6 +18,7 @@ from longtake.video.memory import release_memory, resident_bytes
 from longtake.video.model_cache import ModelCache
 from longtake.video.numerics import choose_device, choose_dtype, configure
 from longtake.video.options import EngineOptions
+from longtake.video.profiles import check_named
 
 FORMAT = "%(asctime)s %(levelname)s engine %(process)d: %(message)s"
 log = logging.getLogger(__name__)
@@ -63,10 +64,16 @@ def serve(options: EngineSettings, pipe: Connection, stop: Any) -> None:
 def _start(options: EngineSettings, link: PipeLink) -> Engine | None:
     """Ready for work, or None after saying why not."""
     configure(options.threads)
-    chosen = EngineOptions(options.device, options.dtype, options.backend)
+    chosen = EngineOptions(
+        options.device,
+        options.dtype,
+        options.backend,
+        kv_cache=options.kv_cache,
+        profile=options.profile,
+    )
     try:
         device = choose_device(options.device)
-        choose_dtype(options.dtype, device)
+        check_named(options.profile, device, choose_dtype(options.dtype, device))
         engine = Engine(chosen, ModelCache(), Faults(os.environ.get(VARIABLE, "")))
     except LongtakeError as error:
         link.send(Failed(error_code(error), str(error), "starting", None, resident_bytes()))

@@ -22,7 +22,7 @@ from longtake.video.model_cache import ModelCache
 from longtake.video.numerics import configure
 from longtake.video.options import EngineOptions, Storage
 from longtake.video.parallel_follow import follow
-from longtake.video.parallel_groups import Ranks
+from longtake.video.parallel_groups import Limits, Ranks
 from longtake.video.parallel_launch import as_rank
 from longtake.video.request import request_from_mapping
 
@@ -57,11 +57,19 @@ def _start(options: EngineSettings, seat: Seat, pipe: Connection) -> Engine | No
     """Ready for work with all the others, or None after saying why not."""
     share = max(1, (os.cpu_count() or 1) // seat.size)
     configure(options.threads or share)
-    chosen = EngineOptions(options.device, options.dtype, options.backend, seat.parallel)
+    chosen = EngineOptions(
+        options.device,
+        options.dtype,
+        options.backend,
+        seat.parallel,
+        kv_cache=options.kv_cache,
+        profile=options.profile,
+    )
+    limits = Limits(options.start_limit_s, options.data_limit_s, options.control_limit_s)
     # a group's processes each see one CUDA device, or all of them
     local = 0 if "CUDA_VISIBLE_DEVICES" in options.environment else seat.rank
     try:
-        joined = as_rank(chosen, seat.rank, seat.size, seat.place, local)
+        joined = as_rank(chosen, seat.rank, seat.size, seat.place, local=local, limits=limits)
         engine = Engine(joined, ModelCache(), Faults(os.environ.get(VARIABLE, "")))
     except LongtakeError as error:
         pipe.send(Failed(error_code(error), str(error), "starting", None, resident_bytes()))

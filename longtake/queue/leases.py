@@ -121,8 +121,9 @@ class Leases:
         fence: int,
         lease_s: float,
         progress: Mapping[str, Any] | None = None,
+        picture: Sequence[Artifact] = (),
     ) -> Renewal:
-        """Keep the job for ``lease_s`` seconds more; with ``progress`` also tell of it.
+        """Keep the job for ``lease_s`` seconds more; with ``progress``, a ``picture`` also tell.
 
         Raises:
             LeaseLostError: the job is not this attempt's any more.
@@ -132,10 +133,15 @@ class Leases:
             job = moved(conn, self._renew, held)
             if job is None:
                 raise _lost(job_id, fence)
+            told = []
             if progress is not None:
                 self._write(conn, job_id, fence, {"progress": dict(progress)})
-                data = {"x_progress": dict(progress)}
-                self._events.append(conn, job_id, job.owner, PROGRESS, data)
+                told.append(NewEvent(job_id, job.owner, PROGRESS, {"x_progress": dict(progress)}))
+            if picture:
+                self._files.attach(conn, job_id, picture)
+                told.append(NewEvent(job_id, job.owner, PREVIEW))
+            if told:
+                self._events.extend(conn, told)
         return Renewal(job.cancel_requested, job.keep_chunks)
 
     @again
@@ -172,12 +178,8 @@ class Leases:
             job = self._write(conn, job_id, fence, values)
             self._files.put_chunk(conn, job_id, chunk, artifacts)
             segment = next((one.id for one in artifacts if one.kind == ArtifactKind.SEGMENT), None)
-            data = {
-                "chunk": chunk.index,
-                "chunks": _chunk_count(job),
-                "frames": chunk.frames,
-                "segment": segment,
-            }
+            data: dict[str, Any] = {"chunk": chunk.index, "chunks": _chunk_count(job)}
+            data |= {"frames": chunk.frames, "segment": segment}
             entries = [NewEvent(job_id, job.owner, "video.chunk", data)]
             if any(one.kind == ArtifactKind.PREVIEW for one in artifacts):
                 entries.append(NewEvent(job_id, job.owner, PREVIEW))

@@ -115,6 +115,13 @@ class ChunkDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Pictured:
+    """A PREVIEW of a chunk that is not finished: all that a clip can show while it is made."""
+
+    file: File
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Everything is made: VIDEO, THUMBNAIL, SPRITESHEET and RECEIPT."""
 
@@ -158,6 +165,7 @@ EngineMessage = (
     | StepDone
     | LatentsStored
     | ChunkDone
+    | Pictured
     | Finished
     | Stopped
     | Failed

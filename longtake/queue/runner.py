@@ -26,6 +26,7 @@ from longtake.queue.messages import (
     Failed,
     Finished,
     LatentsStored,
+    Pictured,
     Stopped,
     Work,
 )
@@ -249,6 +250,8 @@ class JobRunner:
                 self._store_latents(attempt, message)
             case ChunkDone(files=files) if files:
                 self._store_chunk(attempt, message)
+            case Pictured():
+                self._store_picture(attempt, message)
             case Finished():
                 return self._finished(attempt, message)
             case Stopped():
@@ -286,6 +289,15 @@ class JobRunner:
             lambda: self._store.leases.record_chunk(job.id, job.fence, record, artifacts, progress)
         )
         self.tracker.stored += 1
+
+    def _store_picture(self, attempt: Attempt, message: Pictured) -> None:
+        job, lease_s = attempt.job, self._settings.lease_s
+        picture = attempt.publish((message.file,))
+        self._persist(
+            lambda: self._store.leases.renew(
+                job.id, job.fence, lease_s, self.tracker.progress, picture
+            )
+        )
 
     def _finished(self, attempt: Attempt, message: Finished) -> Ran:
         if self._stop is Stop.CANCEL:

@@ -8,7 +8,7 @@ segments are used as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +25,7 @@ from longtake.queue.messages import (
     File,
     Finished,
     LatentsStored,
+    Pictured,
     Planned,
     Stage,
     StepDone,
@@ -51,6 +52,7 @@ from longtake.video.posters import Posters, preview
 from longtake.video.prepare import choose_mode
 from longtake.video.prepare_clip import prepare_clip
 from longtake.video.prepare_hybrid import prepare_hybrid
+from longtake.video.profiles import expected_backend
 from longtake.video.receipt import make_receipt
 from longtake.video.request import VideoRequest, request_from_mapping
 from longtake.video.rollout import StepEvent
@@ -58,6 +60,8 @@ from longtake.video.source import ModelSource, find_model
 
 log = logging.getLogger(__name__)
 INPUTS = ("image", "video")
+# pictures of a clip may take this share of its time
+PICTURES_SHARE = 0.05
 Outcome = Finished | Stopped | Failed
 
 
@@ -92,7 +96,7 @@ class Engine:
                 return
             device = choose_device(self.options.device)
             dtype = choose_dtype(self.options.dtype, device)
-            how = (device, dtype, self.options.backend)
+            how = (device, dtype, expected_backend(self.options, source.manifest, device, dtype))
             model = self.models.causal(source, source.manifest, how)
             self.models.fingerprint(device, model.wan.dtype)
         except LongtakeError as error:
@@ -134,7 +138,7 @@ class _Run:
         self._stored = stored
         self._frames = 0
         self._entries: list[dict[str, Any]] = []
-        self._encode_s = 0.0
+        self._encode_s = self._pictures_s = 0.0
         self._began = perf_counter()
 
     def make(self) -> Outcome:
@@ -154,7 +158,9 @@ class _Run:
             return self._hybrid(request, source, 0)
         self._begin(0)
         begin(self._engine.options.ranks)
-        context = (self._engine.options, Storage(), self)
+        # the service's choice for its KV caches asks nothing of a video that has none
+        options = replace(self._engine.options, kv_cache=None, profile=None)
+        context = (options, Storage(), self)
         return self._run(prepare_clip(request, source, context, self._check, self._engine.models))
 
     def _hybrid(self, request: VideoRequest, source: ModelSource, stored: int) -> Outcome:
@@ -307,6 +313,20 @@ class _Run:
         self._link.send(StepDone(event.chunk, event.chunks, event.step, event.steps))
         if self._clip and event.step == event.steps:
             self._enter("decoding", event.chunk)
+        elif event.picture is not None:
+            self._show(event.picture, event.step)
+
+    def _show(self, picture: Callable[[], Any], step: int) -> None:
+        """Report a picture, unless pictures have taken too much of the time."""
+        began = perf_counter()
+        ranks = self._engine.options.ranks
+        divided = ranks is not None and ranks.size > 1  # its VAE decode asks for every rank
+        if divided or self._pictures_s > PICTURES_SHARE * (began - self._began):
+            return
+        frame = preview(picture())
+        file = self._folder.write(ArtifactKind.PREVIEW, self._folder.preview(step), frame)
+        self._pictures_s += perf_counter() - began
+        self._link.send(Pictured(file))
 
     def on_latents(self, chunk: int, *, stored: bool) -> None:
         """Report latents that were not there before; the chunk is decoded next."""

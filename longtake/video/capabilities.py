@@ -25,6 +25,7 @@ READER = f"{TESTS}/test_attention_reader.py"
 CLIP_READS = f"{TESTS}/test_clip_attention.py"
 COMPACT = f"{TESTS}/test_kv_compact.py"
 STORED_LESS = "latents of 7 chunks within 5 %, 1 % and 10 % rms"
+PROFILED = "test_a_named_profile_is_used_and_the_receipt_says_so"
 EXACT_PLANS = f"{READER}::test_rollouts_of_exact_plans_are_the_same_video"
 ROLLOUT = f"{TESTS}/test_rollout.py"
 CLIP = f"{TESTS}/test_clip.py"
@@ -130,6 +131,11 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
         _exact(f"{READER}::test_layers_and_steps_read_what_the_plan_says"),
         _refused("attention"),
     ),
+    "profile of longtake tune": (
+        _exact(f"{TESTS}/test_profiles.py::{PROFILED}", "exact plans, unless tuned with a bound"),
+        _exact(f"{TESTS}/test_profiles.py::{PROFILED}", "its backend alone"),
+        _refused("profile"),
+    ),
     "KV cache stored in bf16, fp16 or int8": (
         _tolerance(f"{COMPACT}::test_a_rollout_over_a_stored_past_stays_close", STORED_LESS),
         _tolerance(f"{COMPACT}::test_a_rollout_over_a_stored_past_stays_close", STORED_LESS),
@@ -150,20 +156,6 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
         _refused("backend", "on a CPU; on CUDA the code is there and was not run"),
         _refused("backend"),
     ),
-    "parallel: ulysses": (_exact(RANKS), _exact(RANKS), _refused("parallel", NO_CLIP)),
-    "parallel: ring": (_exact(RANKS), _exact(RANKS), _refused("parallel", NO_CLIP)),
-    "parallel: ulysses and ring": (_exact(RANKS), _exact(RANKS), _refused("parallel", NO_CLIP)),
-    "parallel: halves of guidance": (_exact(RANKS), _exact(RANKS), _refused("parallel", NO_CLIP)),
-    "parallel: ring with topk or radial attention": (
-        _refused("parallel", "they rank whole frames"),
-        _refused("parallel", "they rank whole frames"),
-        _refused("parallel", NO_CLIP),
-    ),
-    "parallel: ring over a KV cache in int8": (
-        Cell("tolerance", RANKS, "1 % rms; ulysses is exact"),
-        Cell("tolerance", RANKS, "1 % rms; ulysses is exact"),
-        _refused("parallel", NO_CLIP),
-    ),
     "parallel: VAE decode by rows": (
         _exact(f"{TESTS}/test_parallel.py::test_decode_by_rows_equals_a_whole_one"),
         _exact(f"{TESTS}/test_parallel.py::test_decode_by_rows_equals_a_whole_one"),
@@ -179,6 +171,42 @@ TABLE: dict[str, tuple[Cell, Cell, Cell]] = {
     "compile": (_refused("compile"), _refused("compile"), _refused("compile")),
     "guard": (_refused("guard"), _refused("guard"), _refused("guard")),
     "lora": (_refused("lora"), _refused("lora"), _refused("lora")),
+}
+
+_RANKS = _exact(RANKS)
+_EVERYWHERE = (_RANKS, _RANKS, _RANKS, _RANKS)
+_CUT = _refused("parallel", "ranks whole frames")
+_WHOLE = (_RANKS, _CUT, _CUT, _RANKS)
+_ROUNDED = _tolerance(RANKS, "latents within 0.1 % rms")
+_STORED = (_RANKS, _ROUNDED, _ROUNDED, _ROUNDED)
+_CLIP = _refused("parallel", NO_CLIP)
+
+# feature: the case of ``tests/video/parallel_cases.py`` that proves it, and a cell for each layout
+PARALLEL: dict[str, tuple[str, tuple[Cell, Cell, Cell, Cell]]] = {
+    "sink and window": ("window", _EVERYWHERE),
+    "global cache": ("global", _EVERYWHERE),
+    "guidance": ("guided", _EVERYWHERE),
+    "image start": ("image", _EVERYWHERE),
+    "continuing from frames": ("continue", _EVERYWHERE),
+    "video to video": ("redraw", _EVERYWHERE),
+    "prompt timeline with re-cache": ("recache", _EVERYWHERE),
+    "redo of a chunk from the state before it": ("redo", _EVERYWHERE),
+    "stop and resume": ("resume", _EVERYWHERE),
+    "attention read in chunks": ("chunked", _EVERYWHERE),
+    "attention to a window": ("reading", _EVERYWHERE),
+    "another reading in some layers or steps": ("layers", _EVERYWHERE),
+    "attention to ranked frames (topk)": ("topk", _WHOLE),
+    "radial attention": ("radial", _WHOLE),
+    "KV cache in bf16": ("bf16", _STORED),
+    "KV cache in fp16": ("fp16", _STORED),
+    "KV cache in int8": ("int8", _STORED),
+    "clip mode": ("clip", (_CLIP, _CLIP, _CLIP, _CLIP)),
+}
+PARALLEL_COLUMNS = {
+    "ulysses": "ulysses=2",
+    "ring": "ring=2",
+    "ulysses and ring": "ulysses=2,ring=2",
+    "halves of guidance": "cfg=2",
 }
 
 # request fields that clip mode does not know
@@ -198,6 +226,20 @@ def render() -> str:
         f"|---|{'---|' * len(COLUMNS)}",
     ]
     lines += [f"| {name} | {' | '.join(map(_cell, cells))} |" for name, cells in TABLE.items()]
+    lines += [
+        "",
+        "## Over several ranks",
+        "",
+        "One video by two or four ranks (docs/parallel.md) against one rank's. *Exact*: latents of",
+        f"six chunks within 1e-5 in float32, by `{RANKS.partition('::')[2]}`.",
+        "*Refused*: an error of the field `parallel`, at plan time.",
+        "",
+        f"| feature | {' | '.join(PARALLEL_COLUMNS)} |",
+        f"|---|{'---|' * len(PARALLEL_COLUMNS)}",
+    ]
+    for name, (_, cells) in PARALLEL.items():
+        shown = [f"{cell.kind}{f' ({cell.note})' if cell.note else ''}" for cell in cells]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -29,6 +29,7 @@ from longtake.video.attention_backends import Backend, choose_backend
 from longtake.video.clip_attention import clip_attention
 from longtake.video.clip_models import Pipeline, read_pipeline
 from longtake.video.clip_plan import ClipPlan, make_clip_plan
+from longtake.video.clip_preview import ClipPictures
 from longtake.video.numerics import file_hash, torch_dtype
 from longtake.video.rollout import OnStep, StepEvent, StopFlag
 from longtake.video.source import ModelSource, read_json
@@ -88,6 +89,7 @@ class _Progress:
     ) -> None:
         self._plan = plan
         self._stop, self._on_start, self._on_step = told
+        self._pictures = ClipPictures()
         self.denoised: float | None = None
 
     def __call__(
@@ -101,7 +103,8 @@ class _Progress:
             _synchronize(pipeline.device)
             self.denoised = perf_counter()
         if self._on_step is not None:
-            self._on_step(StepEvent(0, 1, index + 1, steps))
+            picture = self._pictures.after(pipeline, index + 1, tensors.get("latents"))
+            self._on_step(StepEvent(0, 1, index + 1, steps, picture))
         if not last and self._stop is not None and self._stop():
             raise _StopError
         if not last:

@@ -28,6 +28,8 @@ class EngineOptions:
         kv_cache: ``bf16``, ``fp16`` or ``int8`` to store the past in less than it is computed in.
         parallel: layout of one video over several ranks, as ``parallel_layout`` reads it.
         ranks: this process among the ranks that run it; None where only a plan is made.
+        profile: file of ``longtake tune``; None takes the one made for the model here, ``none``
+            takes none.
     """
 
     device: str | None = None
@@ -36,6 +38,7 @@ class EngineOptions:
     parallel: str | None = None
     ranks: Ranks | None = None
     kv_cache: str | None = None
+    profile: str | None = None
 
 
 class Observer(Protocol):

@@ -33,10 +33,10 @@ from longtake.video.options import EngineOptions, Observer
 from longtake.video.parallel_decode import divide_decode
 from longtake.video.parallel_groups import Group, Ranks
 from longtake.video.parallel_layout import (
-    Facts,
     Layout,
     Place,
     bounds,
+    facts_of,
     parse_layout,
     resolve_layout,
     share,
@@ -217,17 +217,6 @@ class Mesh:
         sizes = [n for ring in range(self.layout.ring) for n in self._shares.own(ring)]
         shapes = [(batch, size, channels) for size in sizes]
         return self._shares.join(self._frame.gather(out_BSC, shapes))
-
-
-def facts_of(plan: Plan) -> Facts:
-    """What a layout for this plan is held against."""
-    return Facts(
-        heads=plan.shape.transformer.heads,
-        frame_tokens=plan.frame_tokens,
-        latent_rows=plan.latent_shape[1],
-        guided=plan.guided,
-        readings=tuple(reading.kind for reading in plan.reading.readings),
-    )
 
 
 def install(model: CausalModel, ranks: Ranks, layout: Layout) -> None:

@@ -9,6 +9,7 @@ exchange leaves the others waiting for good: whoever started the ranks ends them
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from longtake.errors import BackendError, DeviceError, ModelError, RequestError, ResumeError
 from longtake.video.model_cache import ModelCache
@@ -57,7 +58,8 @@ def follow(
         try:
             source = find_model(request.model)
             if choose_mode(request, source) == "clip":
-                context = (engine, Storage(), SilentObserver())
+                plain = replace(engine, kv_cache=None, profile=None)
+                context = (plain, Storage(), SilentObserver())
                 made = prepare_clip(request, source, context, lambda _: None, models)
             else:
                 made = prepare_hybrid(request, source, context, lambda _: None, models)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -20,10 +21,28 @@ import torch.distributed as dist
 from longtake.errors import ParallelError
 from longtake.video.parallel_layout import Layout, Place
 
-CONTROL_LIMIT_S = 7200.0  # a rank waits while another loads a model
-DATA_LIMIT_S = 1800.0
 # told in place of a stop flag: an attempt begins (and how many chunks are stored), or is over
 OVER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long ranks wait for each other before they take it that one is lost.
+
+    The service derives them from its own limits (``EngineSettings.of``); these are for commands.
+
+    Attributes:
+        start_s: until all have met.
+        data_s: for one exchange of data, which waits for the slowest rank's share of a step.
+        control_s: for what rank 0 says next, while it loads a model, decodes or writes files.
+    """
+
+    start_s: float = 300.0
+    data_s: float = 1800.0
+    control_s: float = 7200.0
+
+
+COMMAND_LIMITS = Limits()
 
 
 class Abandoned(Exception):
@@ -131,7 +150,7 @@ class Ranks:
         store: where ranks find each other, as ``torch.distributed`` takes it; None reads the
             environment (torchrun's variables).
         device: this rank's device.
-        limit_s: longest exchange of data.
+        limits: how long it waits for others.
     """
 
     def __init__(
@@ -140,11 +159,11 @@ class Ranks:
         size: int,
         store: Any,
         device: torch.device,
-        limit_s: float = DATA_LIMIT_S,
+        limits: Limits = COMMAND_LIMITS,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        self._limit = timedelta(seconds=limit_s)
+        self._limit = timedelta(seconds=limits.data_s)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         where: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
@@ -155,7 +174,7 @@ class Ranks:
             timeout=self._limit,
             **where,
         )
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_LIMIT_S))
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=limits.control_s))
         self._told = torch.tensor([OVER])
         self._groups: dict[tuple[int, ...], Group] = {}
         self.world = self._group(range(size))
@@ -182,11 +201,16 @@ class Ranks:
         return told
 
     def hear(self, value: int = 0) -> int:
-        """Rank 0's value on every rank, whatever it is."""
+        """Rank 0's value on every rank, whatever it is.
+
+        Raises:
+            ParallelError: rank 0 is gone, or says nothing for too long.
+        """
         if self.size == 1:
             return value
         number = torch.tensor([value], dtype=torch.int64)
-        dist.broadcast(number, 0, group=self._control)
+        with _reaching_others():
+            dist.broadcast(number, 0, group=self._control)
         return int(number)
 
     def leave(self) -> None:

@@ -32,7 +32,7 @@ from longtake.video.numerics import choose_device, configure
 from longtake.video.options import EngineOptions, Storage
 from longtake.video.parallel import usable_ranks
 from longtake.video.parallel_follow import begin, follow
-from longtake.video.parallel_groups import Ranks, under_launcher
+from longtake.video.parallel_groups import COMMAND_LIMITS, Limits, Ranks, under_launcher
 from longtake.video.parallel_layout import LEGAL, parse_layout
 from longtake.video.plan import DRAWN_SEED_LIMIT
 from longtake.video.prepare import resolve_request
@@ -40,7 +40,6 @@ from longtake.video.request import VideoRequest
 
 # how long followers may take to end after rank 0 did
 END_S = 10.0
-START_LIMIT_S = 300.0
 T = TypeVar("T")
 Run = Callable[[VideoRequest, EngineOptions], T]
 
@@ -93,7 +92,13 @@ def ranks_for(engine: EngineOptions) -> int:
 
 
 def as_rank(
-    engine: EngineOptions, rank: int, size: int, place: Path | None, local: int | None = None
+    engine: EngineOptions,
+    rank: int,
+    size: int,
+    place: Path | None,
+    *,
+    local: int | None = None,
+    limits: Limits = COMMAND_LIMITS,
 ) -> EngineOptions:
     """Options of this process as one of the ranks; returns when all of them are there.
 
@@ -102,6 +107,7 @@ def as_rank(
         rank, size: which one of how many.
         place: a file that does not exist, the same for all; None takes torchrun's variables.
         local: which CUDA device of this machine is its own; ``rank`` if None.
+        limits: how long ranks wait for each other.
 
     Raises:
         RequestError: ``device`` is one that only one rank could have.
@@ -114,8 +120,9 @@ def as_rank(
     store = None
     if place is not None:
         store = FileStore(str(place), size)
-        store.set_timeout(timedelta(seconds=START_LIMIT_S))
-    return replace(engine, device=name, ranks=Ranks(rank, size, store, torch.device(name)))
+        store.set_timeout(timedelta(seconds=limits.start_s))
+    ranks = Ranks(rank, size, store, torch.device(name), limits)
+    return replace(engine, device=name, ranks=ranks)
 
 
 def _under_launcher(
@@ -126,7 +133,7 @@ def _under_launcher(
     if layout is not None and layout.ranks != size:
         reason = f"is a layout for {layout.ranks} ranks, torchrun started {size}"
         raise RequestError("parallel", engine.parallel, reason, LEGAL)
-    options = as_rank(engine, rank, size, None, int(os.environ.get("LOCAL_RANK", rank)))
+    options = as_rank(engine, rank, size, None, local=int(os.environ.get("LOCAL_RANK", rank)))
     ranks = options.ranks
     if ranks is None:
         return None
@@ -216,6 +223,8 @@ class _Watch:
             if self._theirs in ready:
                 return
             ended = [waiting.pop(sentinel) for sentinel in list(waiting) if sentinel in ready]
+            for process in ended:
+                process.join()  # its files are closed a moment before it has an exit code
             if any(process.exitcode for process in ended):
                 for process in self._others:
                     process.kill()

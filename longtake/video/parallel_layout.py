@@ -13,8 +13,12 @@ division leaves a rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from longtake.errors import RequestError
+
+if TYPE_CHECKING:
+    from longtake.video.plan import Plan
 
 PARTS = ("ulysses", "ring", "cfg")
 MOST_RANKS = 1024
@@ -83,6 +87,17 @@ class Facts:
     latent_rows: int
     guided: bool
     readings: tuple[str, ...] = ("full",)
+
+
+def facts_of(plan: Plan) -> Facts:
+    """What a layout for this plan is held against."""
+    return Facts(
+        heads=plan.shape.transformer.heads,
+        frame_tokens=plan.frame_tokens,
+        latent_rows=plan.latent_shape[1],
+        guided=plan.guided,
+        readings=tuple(reading.kind for reading in plan.reading.readings),
+    )
 
 
 def share(count: int, parts: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ A plan is refused, with the nearest legal value, or it is exactly what will run.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,8 @@ class Plan:
     """A rollout, fully resolved. Lengths count latent frames unless named otherwise.
 
     ``itemsize`` and ``vae_itemsize`` are bytes of one weight; ``kv_cache`` is what the KV cache
-    stores where that is not what is computed; ``rates``, this machine's measured
-    speed, only add a time to the estimate.
+    stores where that is not what is computed; ``profile`` is what of a profile was used;
+    ``rates``, this machine's measured speed, only add a time to the estimate.
     """
 
     request: VideoRequest
@@ -84,6 +84,7 @@ class Plan:
     itemsize: int
     vae_itemsize: int
     kv_cache: str | None = None
+    profile: Mapping[str, Any] | None = None
     rates: Rates | None = None
 
     mode = "hybrid"
@@ -166,6 +167,7 @@ class Plan:
             "window": layout.window,
             "sink": layout.sink,
             "kv_cache": self.kv_cache,
+            "profile": None if self.profile is None else dict(self.profile),
             "sampler": self.sampler,
             "num_inference_steps": self.steps,
             "sigmas": list(self.sigmas),

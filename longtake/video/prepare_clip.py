@@ -22,6 +22,7 @@ from longtake.video.options import EngineOptions, Observer, Piece, Pixels, Prepa
 from longtake.video.parallel import stop_flag
 from longtake.video.parallel_clip import check_clip, divide_clip
 from longtake.video.probe import measured_rates
+from longtake.video.profiles import NONE
 from longtake.video.receipt import engine_section
 from longtake.video.request import VideoRequest
 from longtake.video.shapes import ModelShape, shape_from_configs
@@ -48,10 +49,6 @@ def prepare_clip(
     began = perf_counter()
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
-    if engine.kv_cache is not None:
-        raise RequestError("kv_cache", engine.kv_cache, "a clip has no KV cache", "leave it out")
-    if engine.backend not in ("auto", "sdpa"):
-        raise RequestError("backend", engine.backend, "clip mode runs diffusers' own", "sdpa")
     image, notes = _clip_image(request, plan)
     model = models.pipeline(source, device, dtype)
     divided = divide_clip(model, engine)
@@ -88,6 +85,12 @@ def plan_clip(
             source.manifest, [request.prompt, request.negative_prompt or ""]
         )
     plan = make_clip_plan(request, source, warnings=known)
+    if engine.kv_cache is not None:
+        raise RequestError("kv_cache", engine.kv_cache, "a clip has no KV cache", "leave it out")
+    if engine.profile not in (None, NONE):
+        raise RequestError("profile", engine.profile, "clip mode reads none", "mode=hybrid, none")
+    if engine.backend not in ("auto", "sdpa"):
+        raise RequestError("backend", engine.backend, "clip mode runs diffusers' own", "sdpa")
     check_clip(plan, engine)
     shape = _clip_shape(source)
     if shape is None:

@@ -26,6 +26,13 @@ from longtake.video.options import EngineOptions, Observer, Piece, Prepared, Sto
 from longtake.video.parallel import check_layout, join, stop_flag
 from longtake.video.plan import Plan, make_plan, resolve_fps, resolve_size
 from longtake.video.probe import measured_rates
+from longtake.video.profiles import (
+    chosen_backend,
+    find_profile,
+    profile_asked,
+    target_of,
+    with_profile,
+)
 from longtake.video.receipt import engine_section
 from longtake.video.request import VideoRequest
 from longtake.video.rollout import Chunk, Denoised, OnLatents, rollout
@@ -56,11 +63,12 @@ def prepare_hybrid(
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
     manifest = _manifest(source)
-    choose_backend(engine.backend, device, torch_dtype(dtype))
+    backend = chosen_backend(engine.backend, plan.profile)
+    choose_backend(backend, device, torch_dtype(dtype))
     _check_prompts(models.tokenizer(manifest), manifest, plan)
     if stored is not None and stored.dtype != dtype:
         raise ResumeError(f"dtype={dtype}: the stored rollout was made in {stored.dtype}")
-    model = models.causal(source, manifest, (device, dtype, engine.backend))
+    model = models.causal(source, manifest, (device, dtype, backend))
     marks = models.fingerprint(device, model.wan.dtype)
     section = engine_section(
         device=device, dtype=dtype, backend=_backends(model), fingerprint=marks
@@ -69,15 +77,10 @@ def prepare_hybrid(
         check_same_model(stored, plan, model.hashes)
         if dict(stored.fingerprint) != dict(marks):
             section["guarantee"] = {"level": "L3", "means": "resumed under other numerics"}
-    section |= join(engine, model, plan, source_folder.count if source_folder is not None else 0)
-    described = rollout_metadata(
-        plan,
-        given.inputs,
-        input_hash=input_hash(request),
-        weights=model.hashes,
-        dtype=dtype,
-        fingerprint=marks,
-    )
+    count = source_folder.count if source_folder is not None else 0
+    section |= {"profile": plan.profile} | join(engine, model, plan, count)
+    ran: dict[str, Any] = {"weights": model.hashes, "dtype": dtype, "fingerprint": marks}
+    described = rollout_metadata(plan, given.inputs, input_hash=input_hash(request), **ran)
     if given.pixels is not None:
         observer.on_stage("encoding")
     latents = encode_given(given, model, plan, observer.stopping)
@@ -107,21 +110,25 @@ def plan_hybrid(
     """The plan, and the input that was read for it; ``probe`` adds a time estimate."""
     manifest = _manifest(source)
     shape = read_shape(manifest)
+    device = choose_device(engine.device)
+    dtype = choose_dtype(engine.dtype, device)
+    target = target_of(manifest, shape, device, dtype)
+    found, notes = find_profile(profile_asked(engine), target, device)
+    stored = None if resume is None else resume.describe().request
+    request, used, warned = with_profile(request, found, engine.backend, stored)
     size, fps = resolve_size(request, manifest, shape), resolve_fps(request, manifest)
     given = _stored_input(request, resume)
     if given is None:
         latent_shape = (shape.transformer.in_channels, *shape.latent_size(size))
         given = read_given(request, size, fps, shape.vae.stride_time, latent_shape)
-    device = choose_device(engine.device)
-    dtype = choose_dtype(engine.dtype, device)
     texts = [request.prompt, *(t.prompt for t in request.prompts), request.negative_prompt or ""]
     changes = [f"input: {change}" for change in given.notes.get("changes", ())]
-    warnings = (*vocabulary_warnings(manifest, texts), *changes)
+    warnings = (*vocabulary_warnings(manifest, texts), *changes, *notes, *warned)
     item = ITEM_SIZES[dtype]
     plan = make_plan(
         request, manifest, shape, inputs=given.inputs, itemsize=item, warnings=warnings
     )
-    plan = replace(plan, kv_cache=engine.kv_cache)
+    plan = replace(plan, kv_cache=engine.kv_cache, profile=used)
     check_layout(plan, engine)
     if not probe:
         return plan, given

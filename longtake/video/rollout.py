@@ -9,8 +9,9 @@ Shapes: B batch (1), C channels, F latent frames, h w latent size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -30,12 +31,16 @@ StopFlag = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """Progress: ``step`` of ``steps`` denoising steps of chunk ``chunk`` of ``chunks`` is done."""
+    """Progress: ``step`` of ``steps`` denoising steps of chunk ``chunk`` of ``chunks`` is done.
+
+    ``picture`` makes one of the video as far as it is, [1, H, W, 3] uint8, where that can be done.
+    """
 
     chunk: int
     chunks: int
     step: int
     steps: int
+    picture: Callable[[], Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

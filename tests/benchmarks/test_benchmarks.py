@@ -15,11 +15,24 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # the benchmarks lie beside the package, not in it
 
-from benchmarks import bundled, gpu_models, gpu_rollout, report, vae_decode  # noqa: E402
+from benchmarks import (  # noqa: E402
+    attention_cost,
+    bundled,
+    gpu_attention,
+    gpu_models,
+    gpu_rollout,
+    report,
+    vae_decode,
+)
+from longtake.video import attention_video  # noqa: E402
+from longtake.video.attention_bench import PLANS  # noqa: E402
 from longtake.video.rollout import Rollout  # noqa: E402
 
 # of the others: test_service.py
-ENGINE = ("overhead", "memory", "length", "speed", "parallel", "vae_decode", "attention")
+ENGINE = (
+    *("overhead", "memory", "length", "speed", "parallel", "vae_decode"),
+    *("attention", "attention_cost"),
+)
 
 
 def test_figures_are_printed_as_one_json_document() -> None:
@@ -131,3 +144,47 @@ def test_bfloat16_models_keep_what_diffusers_keeps_in_float32() -> None:
     chunk = bundled.next_chunk(Rollout(gpu_rollout.plan_chunks(parts, 1), model))
     assert chunk.latents.dtype == torch.bfloat16
     assert torch.isfinite(chunk.latents).all()
+
+
+def test_gpu_attention_runs_tiny_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attention_video, "REPEAT_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["gpu_attention", "--dry-run", "--json"])
+    assert gpu_attention.main() == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document["shapes"]) == list(gpu_attention.TINY)
+    measured = [row for row in document["rows"] if not row["note"]]
+    # two shapes, all plans, the two backends of a CPU, two lengths
+    assert len(measured) == 2 * len(PLANS) * 2 * len(gpu_attention.TINY_FRAMES)
+    for row in measured:
+        exact = row["plan"] in ("full", "chunked:1024")
+        assert row["seconds"] > 0
+        assert (row["error"] < 1e-5) or not exact
+    missing = {row["backend"] for row in document["rows"] if "needs a CUDA device" in row["note"]}
+    assert missing == {"flash", "xformers"}
+    slopes = document["slopes"]["tiny, 2 heads"]
+    assert {plan: set(found) for plan, found in slopes.items()} == {
+        plan: {"sdpa", "flex"} for plan in PLANS
+    }
+
+
+def test_gpu_attention_says_what_the_budget_left_out_and_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_attention", "--dry-run", "--budget-s", "0"])
+    assert gpu_attention.main() == 0
+    assert "skipped: the time budget is spent" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["gpu_attention"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        gpu_attention.main()
+    assert "no CUDA device here" in capsys.readouterr().err
+
+
+def test_the_cost_of_a_chunk_is_told_by_its_number_and_the_slope_is_that_of_the_sum() -> None:
+    flat, growing = [1.0] * 40, [float(number) for number in range(1, 41)]
+    assert attention_cost.slope_of(flat, 10) == pytest.approx(1.0)
+    assert attention_cost.slope_of(growing, 10) == pytest.approx(2.0, abs=0.05)
+    assert attention_cost.cost(growing, 20) == 20.0
+    assert attention_cost.cost(growing, 40) == pytest.approx(38.0)

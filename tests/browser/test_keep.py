@@ -116,6 +116,28 @@ def test_trash_undo_delete_retry_cancel(site: Any, director: Any, visitor: Any) 
     assert httpx.get(f"{site.url}/v1/videos/{first.id}").status_code == 404
 
 
+def test_several_at_once(site: Any, director: Any, visitor: Any) -> None:
+    jobs = [site.submit(seed=seed) for seed in (1, 2, 3)]
+    for _ in jobs:
+        director.make()
+    page = visitor.open(site.url)
+    chosen = jobs[:2]
+    for job in chosen:
+        page.locator(f"#card-{job.id} .pick input").check()
+    bar = page.get_by_role("toolbar", name="Selected videos")
+    expect(bar).to_contain_text("2 selected")
+    bar.get_by_role("button", name="Star").click()
+    expect(page.locator("article.card[data-starred]")).to_have_count(2)
+    bar.get_by_role("button", name="Trash").click()
+    expect(page.locator("#grid > article.card")).to_have_count(1)
+    expect(bar).to_be_hidden()
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator("#grid > article.card")).to_have_count(3)
+    assert cards(page) == [job.id for job in reversed(jobs)]
+    trashed = [site.store.listings.get(job.id).trashed_at for job in jobs]
+    assert trashed == [None] * 3
+
+
 def test_copied_json_makes_the_same_job(site: Any, director: Any, visitor: Any) -> None:
     job = site.submit(
         prompt='a red ball, it\'s "bouncing"',

@@ -93,7 +93,7 @@ def test_stop_keeps_what_is_made(site: Any, director: Any, visitor: Any) -> None
 
 
 def test_still_for_those_who_want_it(site: Any, director: Any, visitor: Any) -> None:
-    site.submit(seconds=6, seed=8)
+    job = site.submit(seconds=6, seed=8)
     take = director.take()
     for _ in range(3):
         take.chunk()
@@ -105,3 +105,40 @@ def test_still_for_those_who_want_it(site: Any, director: Any, visitor: Any) -> 
     expect(page.locator("article.card")).to_contain_text("chunk 5 of")
     expect(picture).not_to_have_attribute("src", before)
     expect(page.locator("video")).to_have_count(0)
+
+    # on its own page it can be played, and does not by itself
+    visitor.go(page, f"{site.url}/videos/{job.id}")
+    live = page.locator("video.live")
+    live.wait_for()
+    page.wait_for_function("() => document.querySelector('video.live').readyState >= 2")
+    assert live.evaluate("video => video.paused && video.controls")
+    take.finish()
+    site.submit(seed=9)
+    other = director.make()
+    visitor.go(page, f"{site.url}/compare?ids={job.id},{other.id}")
+    page.locator("#compare[data-ready]").wait_for()
+    assert page.locator("video").evaluate_all("videos => videos.every(video => video.paused)")
+    assert page.get_by_role("button", name="Play").is_visible()
+
+
+def test_a_clip_shows_its_newest_picture(site: Any, director: Any, visitor: Any) -> None:
+    job = site.submit(seed=10, mode="clip", num_frames=17)
+    take = director.take()
+    page = visitor.open(site.url)
+    take.say(1)
+    expect(page.locator(".cover .word")).to_have_text("Making")
+    take.picture(2)
+    picture = page.locator(f"#card-{job.id} img.preview")
+    picture.wait_for()
+    before = picture.get_attribute("src")
+    take.picture(3)
+    expect(picture).not_to_have_attribute("src", before)
+    expect(page.locator(f"#card-{job.id}")).to_contain_text("step 3 of")
+    assert picture.evaluate("picture => picture.decode().then(() => picture.naturalWidth)") == 128
+    page.reload()
+    expect(picture).to_be_visible()
+    visitor.go(page, f"{site.url}/videos/{job.id}")
+    expect(page.locator("[data-player] img.preview")).to_be_visible()
+    take.finish()
+    expect(page.locator("article.video")).to_have_attribute("data-state", "completed")
+    page.locator("[data-player] video").wait_for()

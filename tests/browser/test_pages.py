@@ -14,13 +14,13 @@ from longtake.queue.records import NewJob, WorkerRecord
 HOSTILE = (
     "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'> & \"quotes\" {{ 7 * 7 }}"
 )
-SIZES = ((360, 740), (1280, 800), (2560, 1440))
-DRIFT = {
-    "signals": {
-        "colour": [0.0, 0.1, 0.25, 0.3, 0.5, 0.45],
-        "sharpness": [0.0, 0.05, 0.2, 0.6, 0.9, 1.2],
-    }
-}
+NARROW = 360
+SIZES = ((NARROW, 740), (1280, 800), (2560, 1440))
+# five chunks as the receipt of a video of 49 frames lists them, with measurements beside
+DRIFT = [
+    {"index": k, "frames": 9 if k == 0 else 10, "measurements": {"colour": c, "sharpness": s}}
+    for k, (c, s) in enumerate([(0.0, 0.0), (0.1, 0.05), (0.25, 0.2), (0.5, 0.6), (0.45, 1.2)])
+]
 # what is there once a page has come to rest
 READY = {
     "gallery": "video.live",
@@ -50,7 +50,7 @@ def furnish(site: Any, director: Any) -> dict[str, str]:
     done = []
     for seed, prompt in enumerate(PROMPTS):
         site.submit(prompt=prompt, seed=seed + 20, num_frames=49)
-        done.append(director.make(**({"drift": DRIFT} if seed == 5 else {})))
+        done.append(director.make(**({"chunks": DRIFT} if seed == 5 else {})))
     client = site.app.state.service.client
     extended = client.submit({"prompt": PROMPTS[0], "seconds": 6, "video": f"job:{done[0].id}"})
     store.submissions.edit(done[2].id, "local", {"starred": True, "tags": ["night", "keep"]})
@@ -105,18 +105,34 @@ def test_pages_are_sound_at_every_width(
 ) -> None:
     paths = furnish(site, director)
     visitor.expected = ["status of 404"]  # of the page that is missing
-    for width, height in SIZES:
-        page = visitor.open(site.url, width, height)
-        for name, path in paths.items():
-            page.goto(site.url + path, wait_until="load")
-            page.locator(READY[name]).first.wait_for(state="attached")
+    page = visitor.open(site.url)
+
+    def look(name: str, checked: tuple[int, ...]) -> None:
+        for width, height in SIZES:
+            page.set_viewport_size({"width": width, "height": height})
             wide = page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, f"{name} is {wide} px wider than {width}"
-            page.screenshot(path=pictures / f"{name}-{width}.png")
-            if width == 1280 or (width == 360 and name in ("gallery", "video", "queue")):
+            page.screenshot(path=pictures / f"{name}-{width}.png", full_page=width == NARROW)
+            if width in checked:
                 assert check_access(page) == [], f"{name} at {width}"
-            assert page.evaluate("() => window.hurt") is None
-        page.context.close()
+        assert page.evaluate("() => window.hurt") is None
+
+    for name, path in paths.items():
+        page.goto(site.url + path)
+        page.locator(READY[name]).first.wait_for(state="attached")
+        look(name, (NARROW, 1280) if name in ("gallery", "video", "queue") else (1280,))
+    # everything that opens
+    visitor.go(page, site.url)
+    page.evaluate(
+        "() => { for (const one of document.querySelectorAll('details')) one.open = true }"
+    )
+    page.locator("article.card .pick input").first.check()
+    look("open", (NARROW, 1280))
+    page.keyboard.press("?")
+    look("keys", (1280,))
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Tag", exact=True).click()
+    look("ask", (1280,))
 
 
 def test_a_prompt_is_text_everywhere(site: Any, director: Any, visitor: Any) -> None:
@@ -136,6 +152,9 @@ def test_a_prompt_is_text_everywhere(site: Any, director: Any, visitor: Any) -> 
     expect(page.locator("h1")).to_have_text(HOSTILE)
     page.get_by_role("button", name="Extend").click()
     expect(page.locator("#ask").get_by_label("Prompt")).to_have_value(HOSTILE)
+    for path in ("/queue", f"/compare?ids={job.id},{site.submit(prompt=HOSTILE).id}"):
+        visitor.go(page, site.url + path)
+        expect(page.locator("main")).to_contain_text(title)
     assert page.evaluate("() => window.hurt") is None
 
 

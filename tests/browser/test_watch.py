@@ -6,6 +6,8 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
+from longtake.queue.records import WorkerRecord
+
 # the browser itself says that a connection was refused while the server was away
 CUT = ["ERR_CONNECTION", "ERR_INCOMPLETE", "htmx:sse:error"]
 
@@ -104,3 +106,28 @@ def test_worker_lost_shows_no_stale_progress(site: Any, director: Any, visitor: 
     director.store.leases.release(job.id, take.job.fence, counts=False, outcome="preempted")
     expect(card(page, job.id)).to_have_attribute("data-state", "queued")
     expect(card(page, job.id)).not_to_contain_text("step 3")
+
+
+def test_nobody_is_there_to_make_it(site: Any, director: Any, visitor: Any) -> None:
+    site.submit(seed=5)
+    page = visitor.open(site.url)
+    expect(page.locator("#summary")).to_contain_text("no worker is up")
+    now = site.submit(seed=6).created_at
+    worker = WorkerRecord(
+        id="worker_late",
+        host="attic",
+        pid=1,
+        boot_id="attic",
+        queue="default",
+        state="idle",
+        model=None,
+        job_id=None,
+        engine_pid=None,
+        memory_bytes=0,
+        started_at=now,
+        seen_at=now,
+        step_at=None,
+        details={},
+    )
+    director.store.workers.beat(worker)
+    expect(page.locator("#summary .stuck")).to_have_count(0)

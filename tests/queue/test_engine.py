@@ -236,6 +236,13 @@ def test_settings_say_how_it_runs(tmp_path: Path) -> None:
     assert EngineSettings.of(Settings(data_dir=tmp_path, preload=False)).preload is None
     # ranks wait for each other longer than the worker waits for any of them
     assert (options.data_limit_s, options.control_limit_s) == (1800, 5400)
-    quick = {"step_limit_s": 5, "decode_limit_s": 7, "load_limit_s": 20, "finish_limit_s": 8}
-    options = EngineSettings.of(Settings(data_dir=tmp_path, kv_cache="int8", **quick))
+    quick = Settings(
+        data_dir=tmp_path,
+        kv_cache="int8",
+        step_limit_s=5,
+        decode_limit_s=7,
+        load_limit_s=20,
+        finish_limit_s=8,
+    )
+    options = EngineSettings.of(quick)
     assert (options.data_limit_s, options.control_limit_s, options.kv_cache) == (21, 60, "int8")

@@ -1,4 +1,4 @@
-"""Ranks of the tests of sequence parallelism: ``parallel_ranks.py FOLDER JOB...``.
+"""Ranks of the tests of sequence parallelism: ``-m tests.video.parallel_ranks FOLDER JOB...``.
 
 Not a test itself. Importing torch takes seconds, so this process does it once and forks the ranks
 of every job, which find each other through a file in FOLDER; rank 0 writes FOLDER/JOB.json. A
@@ -13,12 +13,10 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,32 +24,33 @@ from diffusers import WanTransformer3DModel
 from torch._C._distributed_c10d import FileStore
 
 import longtake.video  # noqa: F401  fixes the numerics before torch is imported
-from longtake.errors import RequestError
-from longtake.schedulers.prompts import TimedPrompt
+from longtake.errors import ParallelError, RequestError
 from longtake.video.causal_wan import CausalWan, Session
 from longtake.video.codec import StreamingDecoder
 from longtake.video.components import CausalModel, load_model
 from longtake.video.manifest import read_manifest
-from longtake.video.numerics import draw_noise
-from longtake.video.parallel import Mesh, facts_of, install
+from longtake.video.parallel import Mesh, install
 from longtake.video.parallel_decode import divide_decode, undivide
-from longtake.video.parallel_groups import Ranks
-from longtake.video.parallel_layout import Facts, Layout, bytes_a_layer, resolve_layout
-from longtake.video.plan import Inputs, Plan, make_plan
-from longtake.video.request import VideoRequest
-from longtake.video.rollout import Chunk, Rollout, rollout
+from longtake.video.parallel_groups import Limits, Ranks
+from longtake.video.parallel_layout import (
+    WHOLE_FRAMES,
+    Facts,
+    Layout,
+    bytes_a_layer,
+    facts_of,
+    resolve_layout,
+)
+from longtake.video.rollout import rollout
+from tests.video.parallel_cases import Output, cases, plan_of
 
-BALL = "a red ball bouncing over a green meadow"
-STAR = "a blue star moving left over dark hills at night"
-FRAMES = 45  # 12 latent frames: 6 chunks of 2
-# by number of ranks; every layout runs every cache mode, and those with a * every case
+# by number of ranks; those with a * run every case
 LAYOUTS = {
-    4: ("ulysses=4*", "ring=4", "ulysses=2,ring=2*", "cfg=2,ulysses=2", "cfg=2,ring=2", "auto"),
-    2: ("ulysses=2", "ring=2", "cfg=2", "auto"),
+    4: ("ulysses=4", "ring=4", "ulysses=2,ring=2*", "cfg=2,ring=2", "auto"),
+    2: ("ulysses=2*", "ring=2*", "cfg=2*"),
 }
 CACHE_MODES = ("window", "global", "chunked", "reading", "guided")
 JOB_LIMIT_S = 600
-Output = tuple[torch.Tensor, torch.Tensor]
+SILENT = Limits(data_s=2.0, control_s=1.0)
 
 
 def main(folder: Path, names: list[str]) -> int:
@@ -84,7 +83,8 @@ def _be_rank(
     signal.alarm(JOB_LIMIT_S)
     try:
         store = FileStore(str(folder / f"{name}.store"), size)
-        ranks = Ranks(rank, size, store, torch.device("cpu"), JOB_LIMIT_S)
+        limits = SILENT if name == "silent" else Limits(data_s=JOB_LIMIT_S)
+        ranks = Ranks(rank, size, store, torch.device("cpu"), limits)
         result = job(ranks, folder)
         if ranks.leader:
             (folder / f"{name}.json").write_text(json.dumps(result))
@@ -95,92 +95,42 @@ def _be_rank(
     return 0
 
 
-def _plan(model: CausalModel, inputs: Inputs | None = None, **fields: Any) -> Plan:
-    values: dict[str, Any] = {"prompt": BALL, "seed": 5, "num_frames": FRAMES, **fields}
-    return make_plan(VideoRequest(**values), model.manifest, model.shape, inputs=inputs)
-
-
-def _run(plan: Plan, model: CausalModel, **options: Any) -> Output:
-    chunks: list[Chunk] = list(rollout(plan, model, **options))
-    return torch.cat([c.latents for c in chunks], 2), torch.cat([c.frames for c in chunks])
-
-
-def _latents(plan: Plan, model: CausalModel, **options: Any) -> Output:
-    """Without VAE decode, which has a job of its own, and is part of two cases."""
-    with patch.object(Rollout, "_decode", lambda *_: torch.zeros(1)):
-        return _run(plan, model, **options)
-
-
-def _redo(plan: Plan, model: CausalModel) -> Output:
-    """Every chunk is made, thrown away and made again from the state before it."""
-    run = Rollout(plan, model)
-    chunks = []
-    while not run.finished:
-        before = run.snapshot()
-        run.make_chunk(attempt=1)
-        run.restore(before)
-        chunk = run.make_chunk()
-        if chunk is not None:
-            chunks.append(chunk)
-    return torch.cat([c.latents for c in chunks], 2), torch.cat([c.frames for c in chunks])
-
-
-def _cases(model: CausalModel) -> Iterator[tuple[str, bool, Any]]:
-    """Name, whether it is guided, and a function that makes it with the model as it is."""
-    timeline = (TimedPrompt(1.0, STAR), TimedPrompt(3.5, BALL))
-    image = torch.randn(1, 4, 1, 4, 10, generator=torch.Generator().manual_seed(1))
-    clip = torch.randn(1, 4, 12, 4, 10, generator=torch.Generator().manual_seed(2))
-    stored = draw_noise((1, 4, 2, 4, 10), 9, 0, 0, "start")
-    start = Inputs("image", 1)
-    yield "window", False, lambda: _run(_plan(model), model)
-    yield "global", False, lambda: _latents(_plan(model, attention="global"), model)
-    yield "chunked", False, lambda: _latents(_plan(model, attention="global+chunked:7"), model)
-    yield "reading", False, lambda: _latents(_plan(model, attention="global+window:5"), model)
-    yield "topk", False, lambda: _latents(_plan(model, attention="topk:2"), model)
-    yield "int8", False, lambda: _latents(replace(_plan(model), kv_cache="int8"), model)
-    yield "guided", True, lambda: _latents(_plan(model, guidance_scale=2.5), model)
-    yield "image", False, lambda: _latents(_plan(model, start), model, inputs=image)
-    yield (
-        "recache",
-        True,
-        lambda: _latents(_plan(model, prompts=timeline, guidance_scale=2.0), model),
-    )
-    yield "redo", False, lambda: _redo(_plan(model, prompts=timeline), model)
-    yield "resume", False, lambda: _latents(_plan(model), model, stored=[stored])
-    redraw = {"video": "clip", "strength": 0.6}
-    yield (
-        "redraw",
-        False,
-        lambda: _latents(_plan(model, Inputs("redraw", FRAMES), **redraw), model, inputs=clip),
-    )
+def _alone(model: CausalModel, ranks: Ranks, folder: Path, *, guided: bool) -> dict[str, Output]:
+    """Every case on one rank, made once for all jobs; each rank makes some of them."""
+    known = folder / f"alone-{guided}.pt"
+    if not known.is_file():
+        whole = list(cases(model, guided=guided).items())
+        mine = {name: make() for name, make in whole[ranks.rank :: ranks.size]}
+        everyone: list[Any] = [None] * ranks.size
+        dist.all_gather_object(everyone, mine)
+        if ranks.leader:
+            torch.save({name: made for part in everyone for name, made in part.items()}, known)
+    ranks.agree(0)
+    found: dict[str, Output] = torch.load(known)
+    return found
 
 
 def parity(ranks: Ranks, folder: Path) -> Any:
-    """Every layout and case against one rank, which rank 0 is first while the others wait."""
+    """Every layout and case against one rank."""
     model = load_model(read_manifest(folder / "model" / "longtake.json"))
-    alone = {name: make() for name, _, make in _cases(model)} if ranks.leader else {}
-    ranks.agree(0)
-    layouts = LAYOUTS[ranks.size]
-    return {text.rstrip("*"): _against(alone, model, ranks, text) for text in layouts}
+    return {text.rstrip("*"): _against(model, ranks, folder, text) for text in LAYOUTS[ranks.size]}
 
 
-def _against(
-    alone: dict[str, Output], model: CausalModel, ranks: Ranks, text: str
-) -> dict[str, Any]:
+def _against(model: CausalModel, ranks: Ranks, folder: Path, text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, guided, make in _cases(model):
-        asked = CACHE_MODES if text != "auto" else ("window", "guided")
-        if ("cfg" in text and not guided) or not (text.endswith("*") or name in asked):
-            continue
-        plan = _plan(model, guidance_scale=2.0) if guided else _plan(model)
-        if name == "topk" and "ring" in text:
-            continue  # refused at plan time
+    guided = "cfg" in text
+    alone = _alone(model, ranks, folder, guided=guided)
+    for name, make in cases(model, guided=guided).items():
+        asked = CACHE_MODES if text != "auto" else ("guided",)
+        if not (text.endswith("*") or name in asked) or (name in WHOLE_FRAMES and "ring" in text):
+            continue  # the latter is refused at plan time
+        plan = plan_of(model, guidance_scale=2.0 if guided or name == "guided" else 1.0)
         layout = resolve_layout(text.rstrip("*"), facts_of(plan), ranks.size)
         install(model, ranks, layout)
         latents, frames = make()
         same = torch.stack([latents.double().sum(), frames.double().sum()])
         everyone = ranks.world.gather(same, [(2,)] * ranks.size)
-        latents_alone, frames_alone = alone.get(name, (latents, frames))
+        latents_alone, frames_alone = alone[name]
         found[name] = {
             "layout": layout.text,
             "latents": (latents - latents_alone).abs().max().item(),
@@ -191,6 +141,44 @@ def _against(
     model.wan.join(None)
     undivide(model.vae)
     return found
+
+
+def leaving(ranks: Ranks, folder: Path) -> Any:
+    """Rank 0 alone is asked to stop, in the middle of a chunk: steps that every rank has done."""
+    model = load_model(read_manifest(folder / "model" / "longtake.json"))
+    install(model, ranks, Layout(ulysses=2))
+    asked: list[int] = []
+    done: list[int] = []
+
+    def stopping() -> bool:
+        asked.append(1)
+        return len(asked) > 12
+
+    plan = plan_of(model, num_inference_steps=5)
+    flag = ranks.stop_flag(stopping)
+    made = rollout(plan, model, stop=flag, on_step=lambda event: done.append(event.step))
+    chunks = len(list(made))
+    everyone: list[Any] = [None] * ranks.size
+    dist.all_gather_object(everyone, {"steps": done, "chunks": chunks, "asked": len(asked)})
+    return everyone
+
+
+def silent(ranks: Ranks, folder: Path) -> Any:
+    """Rank 1 stops itself: rank 2 waits to be told something, and rank 0 longer for data."""
+    pids = ranks.world.gather(torch.tensor([os.getpid()]), [(1,)] * ranks.size)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        if ranks.leader:
+            ranks.world.swap(1, torch.zeros(1))
+        else:
+            ranks.hear()
+    except ParallelError as error:
+        (folder / f"silent-{ranks.rank}.json").write_text(json.dumps(str(error)))
+    if ranks.leader:
+        os.kill(int(pids[1]), signal.SIGCONT)
+    os._exit(0)  # a broken group is not closed
 
 
 def counts(ranks: Ranks, _: Path) -> Any:
@@ -331,6 +319,8 @@ JOBS = {
     "counts": (4, counts),
     "shapes": (4, shapes),
     "decode": (3, decode),
+    "leaving": (2, leaving),
+    "silent": (3, silent),
 }
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 ``python -m training.papercut.evaluate`` (``make eval``) makes 120 videos of 81 frames with the
 bundled model through ``longtake.video.rollout``, takes 40 of them on to 961 frames, and prints one
-row a measure: at 5 s, at 60 s (the last 81 frames). ``--quick`` makes 24 and 4. Seeds are fixed.
+row a measure: at 5 s, at 60 s (the last 81 frames). ``--quick`` makes 24 and 4. Seeds are fixed, so
+two runs with another ``--attention`` (``topk:0.5``, ``global``) differ in that alone.
 Progress goes to standard error, the table alone to standard output.
 """
 
@@ -50,13 +51,14 @@ Results = list[tuple[Combination, Verdict]]
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """One video to make and judge; ``guidance`` None is the model's own."""
+    """One video to make and judge; ``guidance`` and ``attention`` None are the model's own."""
 
     number: int
     cell: Combination
     frames: int
     model: str
     guidance: float | None
+    attention: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def pieces(take: Take) -> Iterator[data.FrameArray]:
         seed=FIRST_SEED + take.number,
         model=take.model,
         guidance_scale=take.guidance,
+        attention=take.attention,
     )
     plan = make_plan(request, model.manifest, model.shape)
     for chunk in rollout(plan, model):
@@ -159,6 +162,7 @@ def main() -> None:
         "--long-videos", type=int, default=0, help="with --videos: how many to 60 s"
     )
     parser.add_argument("--guidance", type=float, help="default: the model's own")
+    parser.add_argument("--attention", metavar="PLAN", help="as of longtake generate")
     parser.add_argument("--sheet", type=Path, help="write a contact sheet of twelve videos here")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     chosen = parser.parse_args()
@@ -173,6 +177,7 @@ def main() -> None:
             LONG_FRAMES if number < stays else SHORT_FRAMES,
             chosen.model,
             chosen.guidance,
+            chosen.attention,
         )
         for number, cell in enumerate(prompts_for(count))
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Card:
         seq: number of the last event that the card is sure to know.
         media: true if there is a finished file to show, and ``poster`` a picture of it.
         live: true if segments may be played while it is made.
+        pictured: true if there is a picture of it while it is made.
     """
 
     job: Job
@@ -61,6 +62,7 @@ class Card:
     progress: Progress | None
     media: bool
     live: bool
+    pictured: bool
 
     @property
     def id(self) -> str:
@@ -112,7 +114,7 @@ class Card:
         return _size(self.job.plan)[1]
 
 
-def make_card(job: Job, seq: int, position: int | None = None) -> Card:
+def make_card(job: Job, seq: int, position: int | None = None, *, pictured: bool = False) -> Card:
     """The card of a job that was read after event ``seq``."""
     status = STATUS[job.state]
     kept = job.state is JobState.CANCELLED and job.keep_chunks and job.chunks_done > 0
@@ -126,12 +128,18 @@ def make_card(job: Job, seq: int, position: int | None = None) -> Card:
         progress=_progress(job) if running else None,
         media=job.state is JobState.COMPLETED or kept,
         live=running and job.mode == "hybrid" and job.chunks_done > 0,
+        pictured=running and (pictured or job.chunks_done > 0),
     )
 
 
-def make_cards(jobs: Sequence[Job], seq: int, positions: Mapping[str, int]) -> list[Card]:
-    """Cards of a page."""
-    return [make_card(job, seq, positions.get(job.id)) for job in jobs]
+def make_cards(
+    jobs: Sequence[Job],
+    seq: int,
+    positions: Mapping[str, int],
+    pictured: Collection[str] = (),
+) -> list[Card]:
+    """Cards of a page; ``pictured`` are those that have a picture before their first chunk."""
+    return [make_card(job, seq, positions.get(job.id), pictured=job.id in pictured) for job in jobs]
 
 
 def _progress(job: Job) -> Progress:

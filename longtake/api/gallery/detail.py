@@ -36,8 +36,15 @@ class Signal:
 
     name: str
     last: float
-    highest: float
     points: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A chart of drift signals on one scale; ``level`` is the height of 1, just noticeable."""
+
+    signals: list[Signal]
+    level: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +118,33 @@ def stages(receipt: Mapping[str, Any] | None, chunks: Iterable[ChunkRecord]) -> 
     return sorted(found, key=lambda stage: -stage.seconds)
 
 
-def signals(receipt: Mapping[str, Any] | None) -> list[Signal]:
-    """Drift signals of a receipt that has any: ``drift.signals`` maps a name to its values."""
-    drift = receipt.get("drift") if receipt is not None else None
-    named = drift.get("signals") if isinstance(drift, dict) else None
-    if not isinstance(named, dict):
-        return []
+def drift(receipt: Mapping[str, Any] | None) -> Drift | None:
+    """Drift over time: ``measurements`` of a receipt's chunks, a number for each name.
+
+    Receipts of this version hold no measurements, so there is no chart.
+    """
+    chunks = receipt.get("chunks") if receipt is not None else None
+    times: dict[str, list[tuple[float, float]]] = {}
+    start = 0
+    for chunk in chunks if isinstance(chunks, list) else []:
+        frames = int(chunk.get("frames", 0))
+        for name, value in chunk.get("measurements", {}).items():
+            # a chunk is measured as a whole: its point is in its middle
+            times.setdefault(name, []).append((start + frames / 2, float(value)))
+        start += frames
+    lines = {name: points for name, points in times.items() if len(points) > 1}
+    if not lines:
+        return None
+    top = max(1.0, *(value for points in lines.values() for _, value in points))
+
+    def height(value: float) -> float:
+        return CHART_HEIGHT * (1 - max(0.0, value) / top)
+
     found = []
-    for name, values in named.items():
-        listed = values if isinstance(values, list) else []
-        numbers = [float(value) for value in listed if isinstance(value, int | float)]
-        if len(numbers) > 1:
-            top = max(1.0, *numbers)
-            found.append(Signal(str(name), numbers[-1], max(numbers), _line(numbers, top)))
-    return found
+    for name, points in lines.items():
+        text = " ".join(f"{CHART_WIDTH * at / start:.1f},{height(v):.1f}" for at, v in points)
+        found.append(Signal(name, points[-1][1], text))
+    return Drift(found, height(1.0))
 
 
 def lineage(service: Service, job: Job) -> tuple[Job | None, list[Job]]:
@@ -139,14 +159,6 @@ def lineage(service: Service, job: Job) -> tuple[Job | None, list[Job]]:
         job.owner, None, MAX_CHILDREN, "asc", Filters(parent_id=job.id)
     )
     return parent, page.jobs
-
-
-def _line(numbers: list[float], top: float) -> str:
-    last = len(numbers) - 1
-    return " ".join(
-        f"{CHART_WIDTH * k / last:.1f},{CHART_HEIGHT * (1 - max(0.0, value) / top):.1f}"
-        for k, value in enumerate(numbers)
-    )
 
 
 def _shown(value: Any) -> str:

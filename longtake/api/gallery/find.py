@@ -12,7 +12,7 @@ from longtake.api.gallery.cards import Card, make_cards
 from longtake.api.objects import STATES
 from longtake.errors import NotFoundError
 from longtake.queue.listings import Filters
-from longtake.queue.records import Job, JobState
+from longtake.queue.records import ArtifactKind, Job, JobState
 from longtake.queue.store import Store
 
 PAGE_SIZE = 48
@@ -99,7 +99,7 @@ def find(store: Store, owner: str, query: Query, after: str | None = None) -> Fo
     """A page of cards, newest first."""
     seq = store.events.latest(owner=owner)
     page = store.listings.page(owner, after, PAGE_SIZE, "desc", query.filters())
-    cards = make_cards(page.jobs, seq, store.listings.positions(waiting(page.jobs)))
+    cards = cards_of(store, page.jobs, seq)
     return Found(cards, page.jobs[-1].id if page.has_more and page.jobs else None)
 
 
@@ -112,7 +112,19 @@ def by_id(store: Store, owner: str, ids: list[str]) -> list[Card]:
             jobs.append(store.listings.get(job_id, owner))
         except NotFoundError:
             continue
-    return make_cards(jobs, seq, store.listings.positions(waiting(jobs)))
+    return cards_of(store, jobs, seq)
+
+
+def cards_of(store: Store, jobs: list[Job], seq: int) -> list[Card]:
+    """Cards with all that the store knows of jobs that were read after event ``seq``."""
+    pictured = {
+        job.id
+        for job in jobs
+        if job.state is JobState.RUNNING
+        and not job.chunks_done
+        and store.files.of_job(job.id, ArtifactKind.PREVIEW)
+    }
+    return make_cards(jobs, seq, store.listings.positions(waiting(jobs)), pictured)
 
 
 def waiting(jobs: list[Job]) -> list[Job]:

@@ -14,7 +14,7 @@ from longtake.api.auth import Owner, Principal
 from longtake.api.gallery import detail
 from longtake.api.gallery.cards import make_cards
 from longtake.api.gallery.choices import Choices
-from longtake.api.gallery.find import Found, by_id, find, query_of, waiting
+from longtake.api.gallery.find import Found, by_id, cards_of, find, query_of
 from longtake.api.gallery.render import is_part, render
 from longtake.api.gallery.summary import summary_of
 from longtake.api.objects import STATES, public_request
@@ -73,7 +73,7 @@ def video(video_id: str, request: Request, service: ServiceDep, who: Owner) -> R
     receipt = detail.receipt_of(service, job)
     parent, children = detail.lineage(service, job)
     family = [job, *([parent] if parent else []), *children]
-    cards = make_cards(family, since, store.listings.positions(waiting(family)))
+    cards = cards_of(store, family, since)
     origin = str(request.base_url).rstrip("/")
     return render(
         request,
@@ -88,7 +88,7 @@ def video(video_id: str, request: Request, service: ServiceDep, who: Owner) -> R
         request_body=public_request(job),
         receipt=receipt,
         stages=detail.stages(receipt, store.listings.chunks(job.id)),
-        signals=detail.signals(receipt),
+        drift=detail.drift(receipt),
         attempts=store.listings.attempts(job.id),
         summary=summary_of(service, who.id),
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longtake.api.health import UP
 from longtake.api.service import Service
+from longtake.api.workers import fresh_workers
 from longtake.queue.records import JobState
 
 
@@ -17,6 +19,7 @@ class Summary:
         free_bytes: left on the disk, None where nobody knows.
         retention_s, retention_bytes: how long and how much is kept; 0 is without end.
         full: true while the disk is too full for new work.
+        stuck: why nothing that waits is made; empty where somebody makes it.
     """
 
     queued: int
@@ -28,6 +31,7 @@ class Summary:
     retention_bytes: int
     trash_s: int
     full: bool
+    stuck: str
 
 
 def summary_of(service: Service, owner: str) -> Summary:
@@ -44,4 +48,12 @@ def summary_of(service: Service, owner: str) -> Summary:
         retention_bytes=settings.retention_bytes,
         trash_s=settings.trash_s,
         full=not service.has_room(),
+        stuck=_stuck(service) if counts[JobState.QUEUED] else "",
     )
+
+
+def _stuck(service: Service) -> str:
+    states = {worker.state for worker in fresh_workers(service)}
+    if states & UP:
+        return ""
+    return "the worker is starting" if "starting" in states else "no worker is up"

@@ -15,11 +15,13 @@ import { isHere, refreshVideo, startVideo } from "./video.js";
 import { Wall } from "./wall.js";
 
 const QUIET_MS = 400;
+const STUCK_MS = 3000; // a worker that comes up tells nobody
 // after these others wait for fewer, or for more
 const MOVES_QUEUE = new Set(["queued", "requeued", "started", "cancelled", "updated", "deleted"].map((name) => `video.${name}`));
 let wall = null;
 let summing = 0;
 let moved = false;
+let watching = 0;
 
 function startWall() {
   const section = $("#results");
@@ -40,7 +42,13 @@ function refreshLines() {
     if ($("#live-part")) $("#live-part").dispatchEvent(new Event("refresh", { bubbles: true }));
     const line = await part("/gallery/summary").then((found) => $("#summary", found), () => null);
     if (line) $("#summary")?.replaceWith(line);
+    watchStuck();
   }, QUIET_MS);
+}
+
+function watchStuck() {
+  clearTimeout(watching);
+  if ($("#summary[data-stuck]")) watching = setTimeout(refreshLines, STUCK_MS);
 }
 
 function happened({ detail: event }) {
@@ -82,4 +90,5 @@ startWall();
 startVideo();
 startCompare();
 localTimes();
+watchStuck();
 document.documentElement.dataset.ready = "";
