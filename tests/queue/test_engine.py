@@ -194,6 +194,9 @@ def test_one_that_cannot_work_says_why(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.CRITICAL), pytest.raises(ServiceError, match="cuda:77"):
         engine.start()
     assert not engine.alive
+    engine = EngineProcess(EngineSettings(device="cpu", profile="nowhere.json"))
+    with pytest.raises(ServiceError, match=r"profile='nowhere.json': cannot be read"):
+        engine.start()
     never = EngineProcess(EngineSettings(device="cpu", start_limit_s=0.0))
     with pytest.raises(ServiceError, match="not ready in time"):
         never.start()
@@ -246,3 +249,4 @@ def test_settings_say_how_it_runs(tmp_path: Path) -> None:
     )
     options = EngineSettings.of(quick)
     assert (options.data_limit_s, options.control_limit_s, options.kv_cache) == (21, 60, "int8")
+    assert EngineSettings.of(Settings(data_dir=tmp_path, profile="a.json")).profile == "a.json"
