@@ -180,8 +180,8 @@ class Take:
         """Show a picture of a clip, as the engine does between two steps."""
         frames = drawn(step, 1, self.job.request["seed"], self.job.plan["num_frames"])
         file = self.folder.write(ArtifactKind.PREVIEW, self.folder.preview(step), preview(frames))
-        progress = self._progress(step, "generating", 3.0)
-        self.store.leases.renew(self.job.id, self.job.fence, 60, progress, [self._published(file)])
+        said = (self._progress(step, "generating", 3.0), [self._published(file)])
+        self.store.leases.renew(self.job.id, self.job.fence, 60, *said)
 
     def finish(self, **receipt: Any) -> Job:
         """Store what is left, and complete the job."""
@@ -273,8 +273,9 @@ def drawn(start: int, count: int, seed: int, total: int) -> np.ndarray[Any, Any]
 
 def _chunk_frames(job: Job) -> list[int]:
     """Pixel frames of each chunk, the first one's first latent frame being a single one."""
-    chunk = int(job.plan["layout"]["chunk"]) * int(job.plan["layout"]["stride"])
     left, sizes = int(job.plan["num_frames"]), list[int]()
+    layout = job.plan.get("layout", {"chunk": 1, "stride": left + 3})  # a clip is one chunk
+    chunk = int(layout["chunk"]) * int(layout["stride"])
     while left > 0:
         size = min(left, chunk - 3 if not sizes else chunk)
         sizes.append(size)
