@@ -257,8 +257,7 @@ class Director:
 def drawn(start: int, count: int, seed: int, total: int) -> np.ndarray[Any, Any]:
     """Frames of a disc that goes over a landscape; colours by seed."""
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
-    shade = np.random.default_rng(seed).uniform(0.25, 1.0, (3, 3))
-    sky, land, disc = (shade * 255).astype(np.float32)
+    sky, land, disc = np.random.default_rng(seed).uniform(64, 255, (3, 3)).astype(np.float32)
     frames = np.empty((count, HEIGHT, WIDTH, 3), np.uint8)
     for k in range(count):
         at = (start + k) / max(1, total - 1)
@@ -335,8 +334,7 @@ class Visitor:
         self._browser = browser
         self._contexts: list[BrowserContext] = []
         self.complaints: list[str] = []
-        # what a test breaks on purpose makes the browser speak
-        self.expected: list[str] = []
+        self.expected: list[str] = []  # what a test breaks on purpose makes the browser say
 
     def open(
         self,
