@@ -59,7 +59,7 @@ class ItemUrls(BaseModel):
 
 
 class BatchItem(BaseModel):
-    """One item, by its place in the manifest; ``line`` counts from 1 in a file of lines."""
+    """One item, by its place in the manifest; ``line`` of a file of lines where one is refused."""
 
     index: int
     line: int | None
@@ -273,7 +273,7 @@ def _plan(service: Service, who: Principal, item: Item, batch_id: str) -> NewJob
 def _refusal(item: Item, error: LongtakeError) -> dict[str, Any]:
     """An item that made no job, as the batch's row keeps it."""
     answer = api_error(error)
-    if answer.status >= 500:
+    if answer.status >= 500 and answer.code != "model_unavailable":
         # the server's state and not the item's fault: nothing of the batch is stored
         raise error
     told = {"code": answer.code, "message": answer.message}

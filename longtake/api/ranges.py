@@ -1,7 +1,8 @@
 """A stored file as an answer: ranges, conditions and HEAD, wherever the file lies.
 
 RFC 9110: an unreadable Range is ignored, an unsatisfiable one is a 416, If-Range needs the very
-same ETag (or date), If-None-Match makes a 304.
+same ETag (or date), If-None-Match makes a 304, and without it If-Modified-Since with the file's own
+date, which is all that caches send.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from longtake.api.errors import ApiError, ProblemResponse
 
 BLOCK_BYTES = 256 * 1024
 MAX_RANGES = 16
-_RANGE = re.compile(r"^(\d{1,18})-(\d{0,18})$|^-(\d{1,18})$", re.ASCII)
+_RANGE = re.compile(r"^(\d{1,40})-(\d{0,40})$|^-(\d{1,40})$", re.ASCII)
 Span = tuple[int, int]  # first byte, and the one after the last
 
 
@@ -59,7 +60,7 @@ class FileAnswer(Response):
         """Send what the request's headers ask for."""
         asked = Headers(scope=scope)
         try:
-            if self._unchanged(asked.get("if-none-match")):
+            if self._unchanged(asked.get("if-none-match"), asked.get("if-modified-since")):
                 await Response(status_code=304, headers=self._common)(scope, receive, send)
                 return
             spans = self._spans(asked.get("range"), asked.get("if-range"))
@@ -74,9 +75,9 @@ class FileAnswer(Response):
         finally:
             await run_in_threadpool(self._file.close)
 
-    def _unchanged(self, header: str | None) -> bool:
+    def _unchanged(self, header: str | None, since: str | None) -> bool:
         if header is None:
-            return False
+            return since is not None and since.strip() == self._modified
         tags = [tag.strip().removeprefix("W/") for tag in header.split(",")]
         return "*" in tags or self._etag in tags
 

@@ -150,9 +150,12 @@ def retrieve_video(video_id: VideoId, service: ServiceDep, who: Owner) -> Respon
     return video_response(job, _position(service, job))
 
 
-@router.delete("/{video_id}", response_model=Deleted, responses=READ)
+@router.delete("/{video_id}", response_model=Deleted, responses=READ | problems(409))
 def delete_video(video_id: VideoId, service: ServiceDep, who: Owner) -> Response:
-    """Remove a video and its files for good; one that is being made is stopped."""
+    """Remove a video and its files for good; one that is being made is stopped.
+
+    While an extension or edit of it waits or is made, it is refused (409, ``in_use``).
+    """
     job = find_video(service, who, video_id)
     service.store.submissions.delete(job.id, who.id)
     if not job.finished:

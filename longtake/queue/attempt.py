@@ -109,7 +109,7 @@ class Attempt:
             if f"{kind}:" == JOB:
                 return self._source(name)
         except (NotFoundError, FileNotFoundError):
-            raise RequestError(field, reference, "is gone") from None
+            raise RequestError(field, name, "is gone") from None
         raise RequestError(field, reference, "is no reference", "input:... or job:...")
 
     def _source(self, job_id: str) -> Path:

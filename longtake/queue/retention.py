@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from longtake.errors import NotFoundError
+from longtake.errors import ConflictError, NotFoundError
 from longtake.queue.artifacts import Artifacts
 from longtake.queue.attempt import remove_unknown
 from longtake.queue.records import JobState
@@ -52,8 +52,8 @@ class Retention:
                 job = self._store.listings.get(job_id, None)
                 self._store.submissions.delete(job_id, job.owner)
                 logger.info("%s: removed, its time was over", job_id)
-            except NotFoundError:
-                continue  # somebody else was faster
+            except (NotFoundError, ConflictError):
+                continue  # somebody else was faster, or an extension of it is still to be made
 
     def empty_garbage(self) -> None:
         """Remove files that the store has forgotten; what cannot be removed is tried again."""

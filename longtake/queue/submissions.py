@@ -18,7 +18,7 @@ from longtake.queue.listings import deleted
 from longtake.queue.outbox import Outbox
 from longtake.queue.policy import Policy
 from longtake.queue.quotas import Quotas
-from longtake.queue.records import Batch, Job, JobState, NewJob
+from longtake.queue.records import Batch, Job, JobState, NewJob, Relation
 from longtake.queue.rows import columns_of, job_of
 from longtake.queue.tables import events, idempotency, jobs
 from longtake.queue.transitions import move
@@ -116,12 +116,13 @@ class Submissions:
         Raises:
             NotFoundError: there is no such job of this owner.
             LimitError: a quota is used up, as for ``submit``.
-            ConflictError: it is queued, running or completed.
+            ConflictError: it is queued, running or completed; ``in_use`` as for ``delete``.
         """
         with self._db.write() as conn:
             job = self._locked(conn, job_id, owner)
             if job.state not in (JobState.FAILED, JobState.CANCELLED):
                 raise ConflictError(f"a {job.state} video cannot be tried again", "not_finished")
+            _check_unused(conn, job)
             Quotas(self._db, conn, self._files).admit(job.owner, limits or {}, 1)
             queued = move(
                 self._db,
@@ -188,9 +189,11 @@ class Submissions:
 
         Raises:
             NotFoundError: there is no such job of this owner.
+            ConflictError: ``in_use``, an extension or edit of it is not finished and needs it.
         """
         with self._db.write() as conn:
             job = self._locked(conn, job_id, owner)
+            _check_unused(conn, job)
             if job.state == JobState.RUNNING:
                 self._endings.close_attempt(conn, job, "deleted", None)
             self._files.drop_job(conn, job.id)
@@ -238,3 +241,19 @@ class Submissions:
     def _tell(self, conn: Connection, job: Job, *before: NewEvent, fields: list[str]) -> None:
         updated = NewEvent(job.id, job.owner, UPDATED, {"fields": fields})
         self._events.extend(conn, [*before, updated])
+
+
+def _check_unused(conn: Connection, job: Job) -> None:
+    """Refuse to take away what an extension or edit that was accepted is made from."""
+    users = (
+        select(jobs.c.id)
+        .where(
+            jobs.c.parent_id == job.id,
+            jobs.c.relation.in_((Relation.EXTEND, Relation.EDIT)),
+            jobs.c.state.in_((JobState.QUEUED, JobState.RUNNING)),
+        )
+        .order_by(jobs.c.created_at)
+    )
+    if found := conn.execute(users.limit(1)).scalar():
+        message = f"video {found} is to be made from this one: wait for it or cancel it first"
+        raise ConflictError(message, "in_use")

@@ -150,6 +150,11 @@ def test_if_none_match(api: Any, url: str) -> None:
         assert answer.content == b""
         assert answer.headers["etag"] == etag
     assert api.http.get(url, headers={"if-none-match": '"x"'}).status_code == 200
+    date = api.http.get(url).headers["last-modified"]
+    assert api.http.get(url, headers={"if-modified-since": date}).status_code == 304
+    both = {"if-none-match": '"x"', "if-modified-since": date}
+    assert api.http.get(url, headers=both).status_code == 200
+    assert api.http.get(url, headers={"range": "bytes=0-" + "9" * 30}).status_code == 206
 
 
 def test_head_has_the_headers_of_get(api: Any, url: str, media: Any) -> None:

@@ -362,6 +362,22 @@ def test_retry_goes_on_from_the_chunks_there_are(desk: Desk) -> None:
     assert refused.value.code == "not_finished"
 
 
+@pytest.mark.parametrize("relation", [Relation.EXTEND, Relation.EDIT])
+def test_what_another_is_made_from_stays_until_that_is_finished(
+    desk: Desk, relation: Relation
+) -> None:
+    source = desk.submit()
+    desk.store.submissions.cancel(source.id, "local")
+    child = desk.submit(parent_id=source.id, relation=relation)
+    desk.submit(parent_id=source.id, relation=Relation.REMIX)
+    for take_away in (desk.store.submissions.delete, desk.store.submissions.retry):
+        with pytest.raises(ConflictError, match=child.id) as refused:
+            take_away(source.id, "local")
+        assert refused.value.code == "in_use"
+    desk.store.submissions.cancel(child.id, "local")
+    desk.store.submissions.delete(source.id, "local")
+
+
 def test_trash_hides_cancels_and_restores(desk: Desk) -> None:
     queued, done = desk.submit("queued"), desk.submit("done", priority=0)
     desk.complete(desk.claim())

@@ -115,7 +115,7 @@ def test_ranks_of_its_own_make_the_video_and_end(
 def lives(process: psutil.Process) -> bool:
     """A zombie is dead: who adopted it has only not looked yet."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
