@@ -77,7 +77,7 @@ def figure(scale: Scale) -> Figure:
                 sync_playwright() as playwright,
             ):
                 browser = playwright.chromium.launch(executable_path=program, args=list(LAUNCH))
-                rows = [*_many(browser, site, ids), *_pictures(browser, site, store, size)]
+                rows = rows_of(browser, site, store, ids, size)
                 browser.close()
         finally:
             store.close()
@@ -90,6 +90,11 @@ def figure(scale: Scale) -> Figure:
         "the first picture is on the screen; one machine, one clock. Medians."
     )
     return Figure(title, rows, method)
+
+
+def rows_of(browser: Browser, site: Site, store: Store, ids: list[str], size: Size) -> list[Row]:
+    """The rows of a service that runs; ``ids`` are the videos stored, the newest first."""
+    return [*_many(browser, site, ids), *_pictures(browser, site, store, size)]
 
 
 def _many(browser: Browser, site: Site, ids: list[str]) -> list[Row]:

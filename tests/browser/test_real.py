@@ -13,6 +13,17 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from longtake.queue.store import open_store
+from longtake.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # the benchmarks lie beside the package, not in it
+
+from benchmarks import gallery  # noqa: E402
+from benchmarks.report import Scale  # noqa: E402
+from benchmarks.service_site import Site  # noqa: E402
+
 MADE_MS = 120_000  # longest wait for a short video, its model not loaded yet, on a busy machine
 STOP_S = 30
 PROMPT = "a red ball bouncing over a green meadow"
@@ -41,9 +52,14 @@ PLAYED = """() => {
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of ``longtake serve`` on an empty folder."""
-    data = tmp_path_factory.mktemp("served")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The service's folder, empty at first."""
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def service(data: Path) -> Iterator[str]:
+    """The address of ``longtake serve``."""
     command = [sys.executable, "-P", "-m", "longtake", "serve", "--data", str(data), "--port", "0"]
     told = {"LONGTAKE_MIN_FREE_BYTES": "0", "LONGTAKE_LOG_LEVEL": "warning"}
     with (data / "log").open("wb") as log:
@@ -134,3 +150,20 @@ def test_plays_before_it_is_done_and_stops(service: str, visitor: Any) -> None:
     )
     length = page.locator("[data-player] video").evaluate("video => video.duration")
     assert 0.5 < length < 20
+
+
+def test_the_benchmark_of_these_pages_runs(browser: Any, service: str, data: Path) -> None:
+    site, store = Site(data, service), open_store(Settings(data_dir=data))
+    try:
+        ids = [job.id for job in store.listings.page("local").jobs]
+        rows = gallery.rows_of(browser, site, store, ids, gallery.SIZES[Scale.SMALLEST])
+    finally:
+        site.http.close()
+        store.close()
+    assert all(row.value > 0 for row in rows)
+    judged = {row.name.partition(" after")[0]: row.target for row in rows if row.target}
+    assert judged == {
+        "JavaScript heap": 60,
+        "first segment to first picture, on the wall": 1000,
+        "first segment to first picture, on its page": 1000,
+    }
