@@ -228,6 +228,21 @@ def test_plan_says_what_is_legal(site: Any, visitor: Any) -> None:
     assert job.request["size"] == "128x80"
 
 
+def test_plan_says_how_long_it_takes_once_one_is_made(
+    site: Any, director: Any, visitor: Any
+) -> None:
+    page = visitor.open(site.url)
+    prompt = page.get_by_label("Prompt", exact=True)
+    prompt.fill("a red ball")
+    expect(page.locator("#plan")).to_contain_text("of memory")
+    expect(page.locator("#plan")).not_to_contain_text("to make")
+    site.submit(seed=1)
+    director.make()
+    expect(page.locator("article.card")).to_have_attribute("data-state", "completed")
+    prompt.fill("a red ball spinning")
+    expect(page.locator("#plan")).to_contain_text("to make")
+
+
 def test_start_image_by_paste(site: Any, visitor: Any, tmp_path: Path) -> None:
     from PIL import Image
 

@@ -74,7 +74,7 @@ class Live {
     const edge = last ? last.start + last.frames / list.fps : 0;
     this.from = this.main ? 0 : Math.max(0, edge - BEHIND_S);
     while (list.data[this.next + 1] && list.data[this.next + 1].start <= this.from) this.next += 1;
-    await this.pump();
+    await this.pump(list);
   }
 
   async append(url) {
@@ -103,7 +103,7 @@ class Live {
   }
 
   // Append what is there and was not yet; one at a time, in order.
-  async pump() {
+  async pump(known = null) {
     if (this.busy) {
       this.again = true;
       return;
@@ -113,7 +113,8 @@ class Live {
     try {
       do {
         this.again = false;
-        const list = await call("GET", `/v1/videos/${this.id}/segments`);
+        const list = known ?? (await call("GET", `/v1/videos/${this.id}/segments`));
+        known = null;
         for (const segment of list.data.slice(this.next)) {
           await this.append(segment.url);
           this.next = segment.chunk + 1;

@@ -176,7 +176,9 @@ async function plan() {
 }
 
 function tell(found) {
-  const pace = model()?.pace_s;
+  // as the newest video of the model was made, or those before the page was loaded
+  const made = model() && $(`#grid > [data-pace][data-model="${CSS.escape(model().name)}"]`);
+  const pace = made ? Number(made.dataset.pace) : model()?.pace_s;
   const time = found.cost?.seconds?.total ?? (pace ? pace * found.num_frames : null);
   const parts = [`${found.num_frames} frames, ${duration(found.seconds)}`, found.size];
   if (found.chunks > 1) parts.push(`${found.chunks} chunks`);
