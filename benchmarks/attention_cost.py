@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from time import perf_counter
 
@@ -145,13 +146,8 @@ def make_model(chunks: int) -> Model:
 
 def slope_of(seconds: Sequence[float], first: int) -> float:
     """Slope of log(time of the whole video so far) over log(its length), from a chunk on."""
-    total = 0.0
-    points = []
-    for number, taken in enumerate(seconds, start=1):
-        total += taken
-        if number >= first:
-            points.append((float(number), total))
-    found = slope(points)
+    so_far = [(float(number), total) for number, total in enumerate(accumulate(seconds), 1)]
+    found = slope(so_far[first - 1 :])
     return float("nan") if found is None else found
 
 

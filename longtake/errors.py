@@ -141,10 +141,11 @@ class NotFoundError(LongtakeError):
 
     exit_code = 2
 
-    def __init__(self, kind: str, name: str) -> None:
-        super().__init__(f"no {kind} {name!r}")
+    def __init__(self, kind: str, name: str, why: str | None = None) -> None:
+        super().__init__(f"no {kind} {name!r}" + (f": {why}" if why else ""))
         self.kind = kind
         self.name = name
+        self.why = why
 
 
 class ConflictError(LongtakeError):

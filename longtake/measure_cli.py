@@ -104,7 +104,8 @@ def _tune(args: argparse.Namespace) -> int:
     from longtake.video.tune import tune
 
     profile = tune(args.model, args.error_bound, (args.device, args.dtype), _tell)
-    path = args.output or profile_path(profile.target)
+    target = profile.target
+    path = args.output or profile_path(target.model, target.device, target.dtype)
     write_profile(path, profile)
     if args.json:
         _print_json({"file": str(path), **asdict(profile)})

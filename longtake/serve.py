@@ -144,14 +144,11 @@ class Supervisor:
             "PORT": str(settings.port),
             "ALLOW_OPEN": str(settings.allow_open).lower(),
         }
-        if settings.parallel is not None:
-            told["PARALLEL"] = settings.parallel
         if settings.gpus:
             told["GPUS"] = json.dumps(settings.gpus)
-        if settings.kv_cache is not None:
-            told["KV_CACHE"] = settings.kv_cache
-        if settings.profile is not None:
-            told["PROFILE"] = settings.profile
+        for name in ("parallel", "kv_cache", "profile"):
+            if (value := getattr(settings, name)) is not None:
+                told[name.upper()] = value
         return {**os.environ, **{PREFIX + name: value for name, value in told.items()}}
 
     def _watch(self) -> None:

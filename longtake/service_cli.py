@@ -23,6 +23,18 @@ if TYPE_CHECKING:
     from longtake.settings import Settings
 
 DONE = 0
+# settings that a flag of the same name sets
+FLAGS = (
+    "data_dir",
+    "host",
+    "port",
+    "allow_open",
+    "queue",
+    "device",
+    "parallel",
+    "kv_cache",
+    "profile",
+)
 LIMITS = ("max_queued", "max_running_s", "max_bytes", "requests_per_minute")
 SHUTDOWN_S = 2
 NewCommand = Callable[[Any, str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]
@@ -122,9 +134,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
     from longtake.settings import PREFIX, Settings
 
-    service = ("data_dir", "host", "port", "allow_open", "queue")
-    names = (*service, "device", "parallel", "kv_cache", "profile")
-    told: dict[str, Any] = {name: getattr(args, name, None) for name in names}
+    told: dict[str, Any] = {name: getattr(args, name, None) for name in FLAGS}
     gpus = getattr(args, "gpus", None)
     told["gpus"] = _devices(gpus) if gpus is not None else None
     told["device"] = told["device"] or None  # a list where serve takes several

@@ -154,7 +154,9 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return _request_error(error)
     if isinstance(error, NotFoundError):
-        message = f"There is no {error.kind} with that id."
+        message = f"There is no {error.kind} with that id" + (
+            f": {error.why}." if error.why else "."
+        )
         return ApiError(404, message, code=f"{error.kind.replace(' ', '_')}_not_found")
     if isinstance(error, LeaseLostError):
         return ApiError(409, str(error), code="conflict", headers=NO_RETRY)

@@ -17,7 +17,7 @@ from longtake.queue.database import check_revision
 
 LOG = logging.getLogger("longtake.api")
 # states of a worker that takes jobs, now or after the one it has
-UP = frozenset({"idle", "busy"})
+UP = frozenset({"loading", "idle", "busy"})
 RETRY_S = 5
 
 router = APIRouter(tags=["service"])

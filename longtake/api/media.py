@@ -43,7 +43,7 @@ FILE: dict[int | str, dict[str, Any]] = {
     206: {"description": "Parts of the file", "content": {"application/octet-stream": {}}},
     304: {"description": "Not modified"},
 }
-MEDIA = FILE | READ | problems(409, 416)
+MEDIA = FILE | READ | problems(409, 412, 416)
 
 
 class Segment(BaseModel):

@@ -30,7 +30,7 @@ Values: TypeAlias = Mapping[tuple[str, ...], float]
 
 FRESH_S = 5.0
 LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-WORKER_STATES = ("starting", "idle", "busy", "disk_full", "broken", "stopping")
+WORKER_STATES = ("starting", "loading", "idle", "busy", "disk_full", "broken", "stopping")
 
 router = APIRouter(tags=["service"])
 

@@ -153,7 +153,7 @@ def video_object(job: Job, position: int | None = None) -> dict[str, Any]:
         "extended_from_video_id": parents[Relation.EXTEND],
         "edited_from_video_id": parents[Relation.EDIT],
         "mode": job.mode,
-        "num_frames": plan["num_frames"],
+        "num_frames": num_frames(job),
         "fps": plan["fps"],
         "width": int(width),
         "height": int(height),
@@ -174,6 +174,12 @@ def video_object(job: Job, position: int | None = None) -> dict[str, Any]:
         "plan": {name: value for name, value in plan.items() if name != "layout"},
         "request": public_request(job),
     }
+
+
+def num_frames(job: Job) -> int:
+    """How many frames the video has, or is to have; fewer than planned where it was stopped."""
+    kept = job.progress.get("frames") if job.state is JobState.CANCELLED else None
+    return int(job.plan["num_frames"] if kept is None else kept)
 
 
 def percent(job: Job) -> int:
@@ -246,8 +252,10 @@ def _error(job: Job) -> dict[str, str] | None:
 
 
 def _seconds(job: Job) -> str:
-    """The seconds asked for; where frames were asked for, how long those are."""
-    asked = job.request.get("seconds")
+    """The seconds asked for; where frames were asked for or it was stopped, how long those are."""
+    frames, asked = num_frames(job), job.request.get("seconds")
+    if frames != job.plan["num_frames"]:
+        return f"{frames / job.plan['fps']:.10g}"
     return f"{asked if asked is not None else job.plan['seconds']:.10g}"
 
 

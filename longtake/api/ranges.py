@@ -1,8 +1,8 @@
 """A stored file as an answer: ranges, conditions and HEAD, wherever the file lies.
 
 RFC 9110: an unreadable Range is ignored, an unsatisfiable one is a 416, If-Range needs the very
-same ETag (or date), If-None-Match makes a 304, and without it If-Modified-Since with the file's own
-date, which is all that caches send.
+same ETag (or date), If-None-Match makes a 304, and without it If-Modified-Since. If-Match, and
+without it If-Unmodified-Since, make a 412.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from email.utils import formatdate
+from email.utils import formatdate, parsedate_to_datetime
 from typing import IO
 
 from fastapi.concurrency import run_in_threadpool
@@ -48,7 +48,8 @@ class FileAnswer(Response):
         self._size = size
         self._type = content_type
         self._etag = f'"{etag}"'
-        self._modified = formatdate(modified_at, usegmt=True)
+        self._modified_at = int(modified_at)  # headers tell whole seconds
+        self._modified = formatdate(self._modified_at, usegmt=True)
         self._common = {
             "etag": self._etag,
             "last-modified": self._modified,
@@ -60,6 +61,10 @@ class FileAnswer(Response):
         """Send what the request's headers ask for."""
         asked = Headers(scope=scope)
         try:
+            if self._another(asked.get("if-match"), asked.get("if-unmodified-since")):
+                error = ApiError(412, "The file is another one by now.")
+                await ProblemResponse(error)(scope, receive, send)
+                return
             if self._unchanged(asked.get("if-none-match"), asked.get("if-modified-since")):
                 await Response(status_code=304, headers=self._common)(scope, receive, send)
                 return
@@ -75,9 +80,18 @@ class FileAnswer(Response):
         finally:
             await run_in_threadpool(self._file.close)
 
+    def _another(self, header: str | None, since: str | None) -> bool:
+        if header is None:
+            known = _time_of(since)
+            return known is not None and self._modified_at > known
+        # weak tags never match here, as of RFC 9110, 13.1.1
+        tags = [tag.strip() for tag in header.split(",")]
+        return not ("*" in tags or self._etag in tags)
+
     def _unchanged(self, header: str | None, since: str | None) -> bool:
         if header is None:
-            return since is not None and since.strip() == self._modified
+            known = _time_of(since)
+            return known is not None and self._modified_at <= known
         tags = [tag.strip().removeprefix("W/") for tag in header.split(",")]
         return "*" in tags or self._etag in tags
 
@@ -165,6 +179,14 @@ def read_ranges(text: str, size: int) -> list[Span] | None:
     if len(spans) > 1 and sum(end - start for start, end in spans) > size:
         return None
     return spans
+
+
+def _time_of(date: str | None) -> float | None:
+    """Seconds since 1970 of an HTTP date; None for none, and for one that is to be ignored."""
+    try:
+        return None if date is None else parsedate_to_datetime(date).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def _read_at(file: IO[bytes], place: int, count: int) -> bytes:

@@ -26,7 +26,7 @@ class WorkerObject(BaseModel):
     object: Literal["worker"]
     host: str
     queue: str
-    state: Literal["starting", "idle", "busy", "disk_full", "broken", "stopping"]
+    state: Literal["starting", "loading", "idle", "busy", "disk_full", "broken", "stopping"]
     reason: str | None
     model: str | None
     video_id: str | None

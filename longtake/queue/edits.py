@@ -87,6 +87,8 @@ def _place(
             "position", wanted, "not a place", '"first", "last", {"before": id} or {"after": id}'
         )
     [(side, other_id)] = wanted.items()
+    if other_id == job.id:
+        raise RequestError("position", other_id, "is the video itself", "another queued video")
     for _ in range(2):
         position = _between(conn, job, str(other_id), side)
         if position is not None:

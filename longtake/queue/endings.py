@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Float, func, literal, null, select, update
@@ -11,7 +11,7 @@ from longtake.queue.database import Database
 from longtake.queue.events import Events, NewEvent
 from longtake.queue.ledger import Ledger
 from longtake.queue.policy import Policy
-from longtake.queue.records import ErrorCode, Job, JobState
+from longtake.queue.records import Artifact, ArtifactKind, ErrorCode, Job, JobState
 from longtake.queue.subscriptions import Subscriptions
 from longtake.queue.tables import attempts, chunks, jobs, usage
 from longtake.queue.transitions import move
@@ -80,8 +80,21 @@ class Endings:
         data = dict(details or {}) | ({"error": dict(error)} if error is not None else {})
         return done, NewEvent(job.id, job.owner, event_type, data)
 
-    def cancel(self, conn: Connection, job: Job) -> tuple[Job, NewEvent] | None:
-        """Finish a job as cancelled; its chunks go unless they were to be kept."""
+    def cancel(
+        self, conn: Connection, job: Job, kept: Sequence[Artifact] = ()
+    ) -> tuple[Job, NewEvent] | None:
+        """Finish a job as cancelled; its chunks go unless they were to be kept.
+
+        ``kept`` is the video of the finished chunks and what belongs to it; its length goes into
+        the job's progress.
+        """
+        if kept:
+            self._files.attach(conn, job.id, kept)
+            self._files.sweep(conn, job.id)
+        for video in kept:
+            if video.kind is ArtifactKind.VIDEO:
+                progress = {**job.progress, "frames": video.details.get("frames")}
+                conn.execute(update(jobs).where(jobs.c.id == job.id).values(progress=progress))
         ended = self.finish(conn, job, JobState.CANCELLED)
         if ended is not None and not job.keep_chunks:
             self._files.drop_chunks(conn, job.id)

@@ -61,16 +61,22 @@ def serve(options: EngineSettings, pipe: Connection, stop: Any) -> None:
         log.info("the worker is gone")
 
 
+def engine_options(settings: EngineSettings, parallel: str | None = None) -> EngineOptions:
+    """How this process generates; ``parallel`` as of the group that it is a rank of."""
+    return EngineOptions(
+        settings.device,
+        settings.dtype,
+        settings.backend,
+        parallel,
+        kv_cache=settings.kv_cache,
+        profile=settings.profile,
+    )
+
+
 def _start(options: EngineSettings, link: PipeLink) -> Engine | None:
     """Ready for work, or None after saying why not."""
     configure(options.threads)
-    chosen = EngineOptions(
-        options.device,
-        options.dtype,
-        options.backend,
-        kv_cache=options.kv_cache,
-        profile=options.profile,
-    )
+    chosen = engine_options(options)
     try:
         device = choose_device(options.device)
         check_named(options.profile, device, choose_dtype(options.dtype, device))

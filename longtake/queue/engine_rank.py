@@ -12,7 +12,7 @@ from longtake.errors import LongtakeError
 from longtake.queue.attempt_folder import AttemptFolder
 from longtake.queue.engine import EngineSettings
 from longtake.queue.engine_group import Seat, Through
-from longtake.queue.engine_process import FORMAT, PipeLink
+from longtake.queue.engine_process import FORMAT, PipeLink, engine_options
 from longtake.queue.failures import error_code
 from longtake.queue.faults import VARIABLE, Faults
 from longtake.queue.messages import Failed, Ready, Work
@@ -20,7 +20,7 @@ from longtake.queue.service_run import Engine, run_work
 from longtake.video.memory import release_memory, resident_bytes
 from longtake.video.model_cache import ModelCache
 from longtake.video.numerics import configure
-from longtake.video.options import EngineOptions, Storage
+from longtake.video.options import Storage
 from longtake.video.parallel_follow import follow
 from longtake.video.parallel_groups import Limits, Ranks
 from longtake.video.parallel_launch import as_rank
@@ -57,14 +57,7 @@ def _start(options: EngineSettings, seat: Seat, pipe: Connection) -> Engine | No
     """Ready for work with all the others, or None after saying why not."""
     share = max(1, (os.cpu_count() or 1) // seat.size)
     configure(options.threads or share)
-    chosen = EngineOptions(
-        options.device,
-        options.dtype,
-        options.backend,
-        seat.parallel,
-        kv_cache=options.kv_cache,
-        profile=options.profile,
-    )
+    chosen = engine_options(options, seat.parallel)
     limits = Limits(options.start_limit_s, options.data_limit_s, options.control_limit_s)
     # a group's processes each see one CUDA device, or all of them
     local = 0 if "CUDA_VISIBLE_DEVICES" in options.environment else seat.rank

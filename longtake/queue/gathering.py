@@ -6,6 +6,7 @@ Without this, submissions of one process would take turns at the disk, one flush
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -15,6 +16,8 @@ from longtake.errors import ServiceError
 W = TypeVar("W")
 R = TypeVar("R")
 MOST = 64  # calls of one group, so that nobody waits for long
+# where several came together just now, others are about to: fewer transactions, each with more
+CROWD_S = 0.01
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Gatherer(Generic[W, R]):
         self._waiting: list[Call[W, R]] = []
         self._lock = threading.Lock()
         self._running = False
+        self._crowded = False
 
     def __call__(self, wanted: W) -> R:
         """Have ``wanted`` done by this thread, or by one that takes it along."""
@@ -77,8 +81,11 @@ class Gatherer(Generic[W, R]):
                     self._waiting[0].woken.set()
 
     def _run_group(self) -> None:
+        if self._crowded:
+            time.sleep(CROWD_S)
         with self._lock:
             group, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            self._crowded = len(group) > 1
         try:
             self._run_together(group)
         finally:

@@ -16,6 +16,7 @@ from longtake.queue.events import Events, NewEvent
 from longtake.queue.gathering import Call, Gatherer
 from longtake.queue.ids import new_id
 from longtake.queue.ledger import Ledger
+from longtake.queue.lookups import DELETED
 from longtake.queue.outbox import Outbox
 from longtake.queue.policy import Policy
 from longtake.queue.quotas import Quotas
@@ -235,7 +236,7 @@ class Intake:
         rows = conn.execute(select(*columns_of(Job)).where(made).order_by(jobs.c.batch_index))
         stored = [job_of(row) for row in rows]
         if not stored and not is_batch:
-            raise NotFoundError("video", known.target)
+            raise NotFoundError("video", known.target, DELETED)
         return stored
 
 

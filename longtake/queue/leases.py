@@ -245,10 +245,7 @@ class Leases:
             job = self._held(conn, job_id, fence, JobState.CANCELLED)
             if job.state == JobState.CANCELLED:
                 return job
-            if artifacts:
-                self._files.attach(conn, job_id, artifacts)
-                self._files.sweep(conn, job_id)
-            return self._commit(conn, self._endings.cancel(conn, job))
+            return self._commit(conn, self._endings.cancel(conn, job, artifacts))
 
     @again
     def release(

@@ -10,6 +10,8 @@ from longtake.queue.records import Artifact, Job
 from longtake.queue.rows import artifact_of, columns_of, job_of
 from longtake.queue.tables import artifacts, chunks, idempotency, jobs
 
+DELETED = "the first request with this Idempotency-Key made it, and it was deleted since"
+
 
 class Lookups:
     """Finds one row by what a request names."""
@@ -62,5 +64,5 @@ class Lookups:
                 raise ConflictError(message, "idempotency_mismatch")
             row = conn.execute(select(*columns_of(Job)).where(jobs.c.id == known.target)).first()
         if row is None:
-            raise NotFoundError("video", known.target)
+            raise NotFoundError("video", known.target, DELETED)
         return job_of(row)

@@ -304,7 +304,7 @@ class Delivery:
 class WorkerRecord:
     """A worker as ``/v1/workers`` shows it; refreshed every few seconds.
 
-    ``state`` is starting, idle, busy, disk_full, broken or stopping.
+    ``state`` is starting, loading, idle, busy, disk_full, broken or stopping.
     """
 
     id: str
@@ -313,14 +313,14 @@ class WorkerRecord:
     boot_id: str
     queue: str
     state: str
-    model: str | None
-    job_id: str | None
-    engine_pid: int | None
-    memory_bytes: int
-    started_at: float
-    seen_at: float
-    step_at: float | None
-    details: dict[str, Any]
+    model: str | None = None
+    job_id: str | None = None
+    engine_pid: int | None = None
+    memory_bytes: int = 0
+    started_at: float = 0.0
+    seen_at: float = 0.0
+    step_at: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 
 from longtake.queue.database import Database, again
 from longtake.queue.records import WorkerRecord
@@ -41,6 +41,12 @@ class Roster:
             statement = statement.where(workers.c.seen_at >= self._db.now - fresh_s)
         with self._db.read() as conn:
             return [read_row(WorkerRecord, row) for row in conn.execute(statement)]
+
+    def count(self, queue: str) -> int:
+        """How many workers of a queue have signed on and not off."""
+        statement = select(func.count()).where(workers.c.queue == queue)
+        with self._db.read() as conn:
+            return conn.execute(statement).scalar_one()
 
     @again
     def remove(self, worker_id: str) -> None:

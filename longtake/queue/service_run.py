@@ -159,7 +159,7 @@ class _Run:
         self._begin(0)
         begin(self._engine.options.ranks)
         # the service's choice for its KV caches asks nothing of a video that has none
-        options = replace(self._engine.options, kv_cache=None, profile=None)
+        options = self._engine.options.for_clip
         context = (options, Storage(), self)
         return self._run(prepare_clip(request, source, context, self._check, self._engine.models))
 

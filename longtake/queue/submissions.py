@@ -143,6 +143,7 @@ class Submissions:
                     "completed_at": None,
                     "expires_at": None,
                     "trashed_at": None,
+                    "progress": {},
                 },
             )
             if queued is None:

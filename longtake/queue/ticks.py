@@ -18,10 +18,8 @@ from longtake.queue.app import KEY_PREFIX, PUBLISHER_TRANSPORT, TICK, TICK_EXPIR
 from longtake.queue.store import Store
 
 NUDGES = f"{KEY_PREFIX}nudges"
-# one batch of the outbox sends at most so many ticks to a queue: enough to wake every worker
-TICKS_OF_BATCH = 16
 OUTBOX_BATCH = 500
-GATHER_S = 0.05  # between two batches: every batch is a write that submissions wait for
+GATHER_S = 0.1  # between two batches: every batch is a write that submissions wait for
 IDLE_S = 2.0
 RETRY_S = 1.0
 BROKER_ERRORS = (OperationalError, redis.RedisError, OSError)
@@ -113,11 +111,16 @@ def send_outbox(store: Store, ticker: Ticker) -> bool:
     Several may do this at once: ticks sent twice change nothing.
     """
     try:
-        while rows := store.outbox.pending(OUTBOX_BATCH):
+        full = True
+        while full:  # what is added meanwhile may wait for the next call
+            rows = store.outbox.pending(OUTBOX_BATCH)
             for queue, count in Counter(row.queue for row in rows).items():
-                if not ticker.publish(queue, min(count, TICKS_OF_BATCH)):
+                # one for each worker is enough: whoever is woken takes all that there is
+                most = max(1, store.workers.count(queue))
+                if not ticker.publish(queue, min(count, most)):
                     return False
             store.outbox.sent([row.id for row in rows])
+            full = len(rows) == OUTBOX_BATCH
     except SQLAlchemyError as error:
         logger.warning("the outbox cannot be read just now: %s", error)
         return False

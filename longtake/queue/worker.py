@@ -83,7 +83,7 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """starting, idle, busy, disk_full, broken or stopping."""
+        """starting, loading, idle, busy, disk_full, broken or stopping."""
         return "stopping" if self._stopping.is_set() else self._state
 
     def start(self) -> None:
@@ -159,6 +159,8 @@ class Worker:
     def _round(self) -> None:
         """Claim and run until nothing is claimable or this worker cannot run anything."""
         while not self._stopping.is_set() and self._fit():
+            if self._keeper.pid is None and self._done:
+                self._set_state("loading")  # the engine is replaced, and jobs wait for it
             engine = self._keeper.ensure()
             if engine is None:
                 return

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -74,13 +75,12 @@ def backends_here(
         RequestError: a name that is no backend.
         BackendError: a named one does not run here.
     """
+    reasons = {name: why_not(name, device, torch_dtype(dtype)) for name in MAKERS}
     for name in names or ():
         if name not in MAKERS:
             raise RequestError("backend", name, "no such backend", ", ".join(MAKERS))
-        reason = why_not(name, device, torch_dtype(dtype))
-        if reason is not None:
-            raise BackendError(f"backend={name}: {reason}")
-    reasons = {name: why_not(name, device, torch_dtype(dtype)) for name in MAKERS}
+        if reasons[name] is not None:
+            raise BackendError(f"backend={name}: {reasons[name]}")
     here = [name for name, reason in reasons.items() if reason is None]
     missing = {name: reason for name, reason in reasons.items() if reason is not None}
     return [name for name in here if names is None or name in names], missing
@@ -167,10 +167,7 @@ def slope(points: Iterable[tuple[float, float]]) -> float | None:
     logs = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in logs}) < 2:
         return None
-    mean_x = sum(x for x, _ in logs) / len(logs)
-    mean_y = sum(y for _, y in logs) / len(logs)
-    above = sum((x - mean_x) * (y - mean_y) for x, y in logs)
-    return above / sum((x - mean_x) ** 2 for x, _ in logs)
+    return linear_regression(*zip(*logs, strict=True)).slope
 
 
 def slopes_of(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 # products with one row (the time embedder) depend on the alignment of weights without this
 MKL_MODE = "AVX2,STRICT"
+CPU_INFO = Path("/proc/cpuinfo")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -96,8 +100,24 @@ def choose_dtype(name: str | None, device: torch.device) -> str:
     if name not in DTYPES:
         raise DeviceError(f"dtype={name!r}: no such dtype; {', '.join(DTYPES)}")
     if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise DeviceError(f"dtype=bf16: {torch.cuda.get_device_name(device)} has none; fp16")
+        raise DeviceError(f"dtype=bf16: {device_name(device)} has none; fp16")
     return name
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """The name of the hardware; of a CPU its model where the system tells it."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return f"{platform.machine()} {device.type}"
+    try:
+        told = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8"), re.M)
+    except OSError:
+        told = None
+    return f"{platform.machine()} cpu, {told[1].strip() if told else 'model unknown'}"
 
 
 def torch_dtype(name: str) -> torch.dtype:

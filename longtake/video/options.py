@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,11 @@ class EngineOptions:
     ranks: Ranks | None = None
     kv_cache: str | None = None
     profile: str | None = None
+
+    @property
+    def for_clip(self) -> EngineOptions:
+        """Without what belongs to the KV cache alone: clip mode has none and refuses it."""
+        return replace(self, kv_cache=None, profile=None)
 
 
 class Observer(Protocol):

@@ -9,7 +9,6 @@ exchange leaves the others waiting for good: whoever started the ranks ends them
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from longtake.errors import BackendError, DeviceError, ModelError, RequestError, ResumeError
 from longtake.video.model_cache import ModelCache
@@ -58,7 +57,7 @@ def follow(
         try:
             source = find_model(request.model)
             if choose_mode(request, source) == "clip":
-                plain = replace(engine, kv_cache=None, profile=None)
+                plain = engine.for_clip
                 context = (plain, Storage(), SilentObserver())
                 made = prepare_clip(request, source, context, lambda _: None, models)
             else:

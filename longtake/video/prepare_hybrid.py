@@ -30,7 +30,6 @@ from longtake.video.profiles import (
     chosen_backend,
     find_profile,
     profile_asked,
-    target_of,
     with_profile,
 )
 from longtake.video.receipt import engine_section
@@ -112,8 +111,7 @@ def plan_hybrid(
     shape = read_shape(manifest)
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
-    target = target_of(manifest, shape, device, dtype)
-    found, notes = find_profile(profile_asked(engine), target, device)
+    found, notes = find_profile(profile_asked(engine), manifest, shape, device, dtype)
     stored = None if resume is None else resume.describe().request
     request, used, warned = with_profile(request, found, engine.backend, stored)
     size, fps = resolve_size(request, manifest, shape), resolve_fps(request, manifest)

@@ -14,7 +14,7 @@ import platformdirs
 import torch
 
 from longtake.video.cost import Rates
-from longtake.video.numerics import torch_dtype
+from longtake.video.numerics import device_name, torch_dtype
 from longtake.video.shapes import ModelShape
 
 REPEATS = 3
@@ -89,7 +89,7 @@ def probe(
     weight = make(heaviest.outside, 3 * heaviest.inside, 3, 3)
     flops = 2.0 * 27 * heaviest.inside * heaviest.outside * rows * columns
     conv = _rate(lambda: torch.nn.functional.conv2d(picture, weight, padding=1), flops, device)
-    return Rates(linear, attention, conv, _device_name(device))
+    return Rates(linear, attention, conv, _device(device))
 
 
 def _rate(run: Callable[[], torch.Tensor], flops: float, device: torch.device) -> float:
@@ -108,10 +108,10 @@ def _rate(run: Callable[[], torch.Tensor], flops: float, device: torch.device) -
     return flops * repeats / min(timed(repeats) for _ in range(REPEATS))
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
+def _device(device: torch.device) -> str:
+    """The device as rates depend on it; of a CPU with the threads that are used."""
+    name = device_name(device)
+    return name if device.type == "cuda" else f"{name}, {torch.get_num_threads()} threads"
 
 
 def _cache_path(
@@ -121,6 +121,6 @@ def _cache_path(
     device: torch.device,
     dtype: str,
 ) -> Path:
-    key = repr((shape, size, frames, dtype, _device_name(device), torch.__version__))
+    key = repr((shape, size, frames, dtype, _device(device), torch.__version__))
     name = hashlib.sha256(f"{key}{platform.node()}".encode()).hexdigest()[:16]
     return Path(platformdirs.user_cache_dir("longtake")) / "rates" / f"{name}.json"

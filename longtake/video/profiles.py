@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-from longtake.errors import OutputError, RequestError
+from longtake.errors import RequestError
 from longtake.video.attention_backends import MAKERS, why_not
 from longtake.video.attention_plan import check_attention
 from longtake.video.manifest import Manifest
-from longtake.video.numerics import torch_dtype
+from longtake.video.numerics import device_name, torch_dtype
+from longtake.video.partfile import PartFile, output_error
 from longtake.video.request import VideoRequest
 from longtake.video.shapes import ModelShape, read_shape
 from longtake.video.source import local_folder
@@ -38,7 +38,6 @@ VERSION = 1
 NONE = "none"
 LEGAL = "a file that longtake tune wrote, or none"
 TAIL_BYTES = 2**20
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +97,12 @@ def target_of(manifest: Manifest, shape: ModelShape, device: torch.device, dtype
     return Target(manifest.name, mark, device_name(device), dtype)
 
 
-def device_name(device: torch.device) -> str:
-    """The name of the hardware; of a CPU its model where the system tells it."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return f"{platform.machine()} {device.type}"
-    try:
-        told = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8"), re.M)
-    except OSError:
-        told = None
-    return f"{platform.machine()} cpu, {told[1].strip() if told else 'model unknown'}"
-
-
-def profile_path(target: Target) -> Path:
-    """Where the profile of a model, device and dtype lies unless it is put elsewhere."""
-    key = hashlib.sha256(repr((target.model, target.device, target.dtype)).encode()).hexdigest()
-    name = re.sub(r"[^\w.-]+", "-", target.model)[:40]
+def profile_path(model: str, device: str, dtype: str) -> Path:
+    """Where the profile of a model, device (its own name) and dtype lies unless put elsewhere."""
+    key = hashlib.sha256(repr((model, device, dtype)).encode()).hexdigest()
+    name = re.sub(r"[^\w.-]+", "-", model)[:40]
     folder = Path(platformdirs.user_data_dir("longtake", appauthor=False))
-    return folder / "profiles" / f"{name}-{target.dtype}-{key[:12]}.json"
+    return folder / "profiles" / f"{name}-{dtype}-{key[:12]}.json"
 
 
 def write_profile(path: Path, profile: Profile) -> None:
@@ -127,15 +111,17 @@ def write_profile(path: Path, profile: Profile) -> None:
     Raises:
         OutputError: not writable.
     """
-    part = path.with_name(f".{path.name}.part-{os.getpid()}")
     text = json.dumps({"longtake_profile": VERSION, **asdict(profile)}, indent=2) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        part = PartFile(path)
+        try:
+            part.path.write_text(text, encoding="utf-8")
+            part.commit()
+        finally:
+            part.discard()
     except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OutputError("output", path, f"profile: {error.strerror}") from error
+        raise output_error("output", path, error) from error
 
 
 def read_profile(path: Path) -> Found:
@@ -158,14 +144,14 @@ def read_profile(path: Path) -> Found:
 
 
 def find_profile(
-    named: str | None, target: Target, device: torch.device
+    named: str | None, manifest: Manifest, shape: ModelShape, device: torch.device, dtype: str
 ) -> tuple[Found | None, tuple[str, ...]]:
     """The profile to use, if any, and warnings about one that cannot be used.
 
     Args:
         named: a file, ``none``, or None for the automatic one.
-        target: what it must fit.
-        device: where its backend must run.
+        manifest, shape: the model that it must fit.
+        device, dtype: where and how its backend must run.
 
     Raises:
         RequestError: of ``profile``: the named one is no profile, or was made for something else.
@@ -173,17 +159,18 @@ def find_profile(
     """
     if named == NONE:
         return None, ()
-    path = profile_path(target) if named is None else Path(named).expanduser()
+    automatic = profile_path(manifest.name, device_name(device), dtype)
+    path = automatic if named is None else Path(named).expanduser()
     if named is None and not path.is_file():
         return None, ()
     try:
         found = read_profile(path)
-        check_fits(found, target, str(path))
+        check_fits(found, target_of(manifest, shape, device, dtype), str(path))
     except RequestError as error:
         if named is not None:
             raise
         return None, (f"not used: {error}",)
-    reason = why_not(found.profile.backend, device, torch_dtype(target.dtype))
+    reason = why_not(found.profile.backend, device, torch_dtype(dtype))
     if reason is not None and named is None:
         text = f"profile={path}: its backend {found.profile.backend} cannot be used: {reason}"
         return None, (f"not used: {text}",)
@@ -212,11 +199,10 @@ def expected_backend(
     Raises:
         RequestError, BackendError: as of ``find_profile``.
     """
-    target = target_of(manifest, read_shape(manifest), device, dtype)
-    found, _ = find_profile(profile_asked(engine), target, device)
-    if found is None or engine.backend != "auto":
+    if engine.backend != "auto":
         return engine.backend
-    return found.profile.backend
+    found, _ = find_profile(profile_asked(engine), manifest, read_shape(manifest), device, dtype)
+    return "auto" if found is None else found.profile.backend
 
 
 def check_fits(found: Found, target: Target, shown: str) -> None:

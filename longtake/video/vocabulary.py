@@ -9,8 +9,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from longtake.errors import ModelError
-from longtake.video.manifest import Manifest
+from longtake.video.manifest import ComponentRef, Manifest
 from longtake.video.source import component_file
+
+_PLACES: dict[tuple[Path, ComponentRef], Path] = {}
 
 
 def unknown_words(manifest: Manifest, prompts: Iterable[str]) -> tuple[str, ...]:
@@ -20,7 +22,11 @@ def unknown_words(manifest: Manifest, prompts: Iterable[str]) -> tuple[str, ...]
     """
     if not manifest.closed_vocabulary:
         return ()
-    path = component_file(manifest, manifest.components["tokenizer"], "tokenizer.json")
+    ref = manifest.components["tokenizer"]
+    place = (manifest.folder, ref)
+    # looked up once: the service asks at every submission
+    path = _PLACES.get(place) or component_file(manifest, ref, "tokenizer.json")
+    _PLACES[place] = path
     try:
         tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
     except Exception as error:  # the library raises bare Exception
@@ -37,7 +43,7 @@ def unknown_words(manifest: Manifest, prompts: Iterable[str]) -> tuple[str, ...]
 
 @lru_cache(maxsize=8)
 def _tokenizer(path: Path, _changed_at: int) -> Tokenizer:
-    """The tokenizer of a file, read once: the service asks at every submission."""
+    """The tokenizer of a file, read once."""
     return Tokenizer.from_file(str(path))
 
 

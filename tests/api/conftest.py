@@ -186,11 +186,18 @@ class Maker:
         )
         self._service.store.leases.record_chunk(job.id, job.fence, record, files)
 
-    def results(self, job: Job) -> list[Artifact]:
-        """The files of a whole video."""
+    def results(self, job: Job, frames: int | None = None) -> list[Artifact]:
+        """The files of a whole video, or of its first ``frames``."""
         media = self._media
         return [
-            self._file(job, ArtifactKind.VIDEO, "video.mp4", media.video, "video/mp4"),
+            self._file(
+                job,
+                ArtifactKind.VIDEO,
+                "video.mp4",
+                media.video,
+                "video/mp4",
+                frames=frames or job.plan["num_frames"],
+            ),
             self._file(job, ArtifactKind.THUMBNAIL, "thumb.webp", media.picture, "image/webp"),
             self._file(job, ArtifactKind.SPRITESHEET, "sheet.webp", media.picture, "image/webp"),
             self._file(
@@ -225,13 +232,20 @@ class Maker:
             self.make_all()
 
     def _file(
-        self, job: Job, kind: ArtifactKind, name: str, data: bytes, content_type: str = "x/y"
+        self,
+        job: Job,
+        kind: ArtifactKind,
+        name: str,
+        data: bytes,
+        content_type: str = "x/y",
+        **details: Any,
     ) -> Artifact:
         folder = self._service.artifacts.attempt_folder(job.id, job.fence)
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        return self._service.artifacts.publish(folder, File(kind, path, content_type), job.owner)
+        file = File(kind, path, content_type, details)
+        return self._service.artifacts.publish(folder, file, job.owner)
 
 
 MakeMaker = Callable[[Site], Maker]

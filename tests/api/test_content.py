@@ -152,9 +152,24 @@ def test_if_none_match(api: Any, url: str) -> None:
     assert api.http.get(url, headers={"if-none-match": '"x"'}).status_code == 200
     date = api.http.get(url).headers["last-modified"]
     assert api.http.get(url, headers={"if-modified-since": date}).status_code == 304
+    later = "Fri, 01 Jan 2100 00:00:00 GMT"
+    assert api.http.get(url, headers={"if-modified-since": later}).status_code == 304
     both = {"if-none-match": '"x"', "if-modified-since": date}
     assert api.http.get(url, headers=both).status_code == 200
     assert api.http.get(url, headers={"range": "bytes=0-" + "9" * 30}).status_code == 206
+
+
+def test_if_match(api: Any, url: str) -> None:
+    whole = api.http.get(url)
+    etag, date = whole.headers["etag"], whole.headers["last-modified"]
+    early, later = "Thu, 01 Jan 1970 00:00:00 GMT", "Fri, 01 Jan 2100 00:00:00 GMT"
+    for condition, status in [(etag, 206), (f'"x", {etag}', 206), ("*", 206), ('"x"', 412)]:
+        asked = {"if-match": condition, "if-unmodified-since": early, "range": "bytes=0-1"}
+        assert api.http.get(url, headers=asked).status_code == status, condition
+    assert api.http.get(url, headers={"if-match": f"W/{etag}"}).json()["status"] == 412
+    for condition, status in [(date, 200), (later, 200), ("yesterday", 200), (early, 412)]:
+        answer = api.http.get(url, headers={"if-unmodified-since": condition})
+        assert answer.status_code == status, condition
 
 
 def test_head_has_the_headers_of_get(api: Any, url: str, media: Any) -> None:

@@ -14,22 +14,7 @@ from longtake.queue.tables import workers
 if TYPE_CHECKING:
     from tests.api.conftest import MakeSite, Site
 
-WORKER = WorkerRecord(
-    id="worker_1",
-    host="here",
-    pid=1,
-    boot_id="1@0",
-    queue="default",
-    state="idle",
-    model=None,
-    job_id=None,
-    engine_pid=None,
-    memory_bytes=0,
-    started_at=0.0,
-    seen_at=0.0,
-    step_at=None,
-    details={},
-)
+WORKER = WorkerRecord("worker_1", "here", 1, "1@0", "default", "idle")
 
 
 def ready(site: Site) -> tuple[int, dict[str, Any]]:

@@ -29,6 +29,14 @@ def test_the_same_key_makes_one_video(api: Any) -> None:
     assert _count(api) == 2
 
 
+def test_a_key_of_a_deleted_video_says_so(api: Any) -> None:
+    made = _post(api, idempotency_key="abc").json()["id"]
+    api.http.delete(f"/v1/videos/{made}")
+    answer = _post(api, idempotency_key="abc")
+    assert answer.status_code == 404
+    assert "was deleted since" in answer.json()["detail"]
+
+
 def test_a_form_and_its_files_are_compared_by_content(api: Any, media: Any) -> None:
     headers = {"idempotency-key": "k"}
 
@@ -64,7 +72,7 @@ def test_a_refused_request_uses_no_key_up(api: Any) -> None:
     assert _post(api, idempotency_key="abc").status_code == 200
 
 
-@pytest.mark.parametrize("key", ["", '""', "a b", "x" * 201, '"a', 'a"b" c', "\x7f"])
+@pytest.mark.parametrize("key", ["", '""', "a b", "x" * 201, '"a', 'a"b" c'])
 def test_illegal_keys(api: Any, key: str) -> None:
     answer = _post(api, idempotency_key=key)
     assert answer.status_code == 400

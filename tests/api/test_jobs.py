@@ -37,13 +37,17 @@ def test_a_running_video_is_asked_to_stop(api: Any, api_maker: Any) -> None:
     renewal = api.service.store.leases.renew(job.id, job.fence, 60)
     assert renewal.cancel_requested
     assert renewal.keep_chunks
-    api.service.store.leases.cancelled(job.id, job.fence, api_maker.results(job))
+    api.service.store.leases.cancelled(job.id, job.fence, api_maker.results(job, frames=8))
     shown = _show(api, video_id)
+    assert (shown["num_frames"], shown["seconds"]) == (8, f"{8 / shown['fps']:g}")
     assert (shown["status"], shown["x_progress"]["chunk"]) == ("cancelled", 1)
     kept = api.http.get(f"/v1/videos/{video_id}/content")
     assert kept.status_code == 200
     # it may be tried again and change then
     assert "immutable" not in kept.headers["cache-control"]
+    again = api.http.post(f"/v1/videos/{video_id}/retry").json()
+    assert (again["status"], again["x_progress"]["chunk"]) == ("queued", 1)
+    assert again["num_frames"] == job.plan["num_frames"]
 
 
 def test_a_finished_video_is_answered_as_it_is(api: Any, api_maker: Any) -> None:
@@ -134,6 +138,12 @@ def test_illegal_changes(api: Any, fields: dict[str, Any], status: int) -> None:
     before = _show(api, video_id)
     assert api.http.patch(f"/v1/videos/{video_id}", json=fields).status_code == status
     assert _show(api, video_id) == before
+
+
+def test_a_video_has_no_place_beside_itself(api: Any) -> None:
+    video_id = _make(api)
+    answer = api.http.patch(f"/v1/videos/{video_id}", json={"position": {"after": video_id}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "position")
 
 
 def test_the_request_can_change_while_queued(api: Any, api_maker: Any) -> None:

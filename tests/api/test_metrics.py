@@ -87,10 +87,7 @@ def test_webhooks_workers_and_streams_are_told(site: Site) -> None:
     hook = store.webhooks.create("local", "mine", "https://hooks.example/", ["video.failed"])
     sample = store.webhooks.send_test(hook.id, None, "video.failed")
     store.webhooks.finish(sample.id, "failed", 500, "")
-    worker = WorkerRecord(
-        *("worker_1", "here", 1, "1@0", "default", "busy", None, None, None, 7_000),
-        *(0.0, 0.0, None, {}),
-    )
+    worker = WorkerRecord("worker_1", "here", 1, "1@0", "default", "busy", memory_bytes=7_000)
     store.workers.beat(worker)
     with site.http.stream("GET", "/v1/events") as stream:
         parts = stream.iter_raw()

@@ -83,7 +83,6 @@ def furnish(site: Any, director: Any) -> dict[str, str]:
                 started_at=now,
                 seen_at=now,
                 step_at=now if state == "busy" else None,
-                details={},
             )
         )
     return {

@@ -112,22 +112,5 @@ def test_nobody_is_there_to_make_it(site: Any, director: Any, visitor: Any) -> N
     site.submit(seed=5)
     page = visitor.open(site.url)
     expect(page.locator("#summary")).to_contain_text("no worker is up")
-    now = site.submit(seed=6).created_at
-    worker = WorkerRecord(
-        id="worker_late",
-        host="attic",
-        pid=1,
-        boot_id="attic",
-        queue="default",
-        state="idle",
-        model=None,
-        job_id=None,
-        engine_pid=None,
-        memory_bytes=0,
-        started_at=now,
-        seen_at=now,
-        step_at=None,
-        details={},
-    )
-    director.store.workers.beat(worker)
+    director.store.workers.beat(WorkerRecord("late", "attic", 1, "1@0", "default", "idle"))
     expect(page.locator("#summary .stuck")).to_have_count(0)

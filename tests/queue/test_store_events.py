@@ -182,9 +182,7 @@ def test_two_senders_claim_different_deliveries(desk: Desk) -> None:
 
 def test_workers_come_beat_and_go(desk: Desk) -> None:
     roster = desk.store.workers
-    mine = WorkerRecord(
-        "w1", "host", 1, "boot-1", "default", "idle", None, None, None, 0, 1.0, 0.0, None, {"a": 1}
-    )
+    mine = WorkerRecord("w1", "host", 1, "boot-1", "default", "idle", details={"a": 1})
     roster.beat(mine)
     [seen] = roster.list(fresh_s=60)
     assert seen.seen_at > 1.7e9
@@ -193,6 +191,7 @@ def test_workers_come_beat_and_go(desk: Desk) -> None:
     roster.beat(replace(mine, id="w2", boot_id="boot-2"))
     roster.beat(replace(mine, id="w3", host="elsewhere"))
     assert [one.state for one in roster.list()] == ["busy", "idle", "idle"]
+    assert (roster.count("default"), roster.count("gpu")) == (3, 0)
     assert roster.gone("host", ["boot-1"]) == ["w2"]
     assert roster.gone("host", []) == ["w1"]
     with desk.store.db.write() as conn:

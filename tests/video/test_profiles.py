@@ -66,6 +66,12 @@ def profile_for(model: Path, **changes: Any) -> Profile:
     return replace(made, **changes)
 
 
+def automatic(profile: Profile) -> Path:
+    """The file that is found by itself."""
+    target = profile.target
+    return profile_path(target.model, target.device, target.dtype)
+
+
 def run(model: Path, folder: Path, name: str = "a", **options: Any) -> Result:
     request = VideoRequest(prompt="a", model=str(model), num_frames=17, seed=3)
     return generate(request, Target(folder / f"{name}.mp4"), EngineOptions(device="cpu", **options))
@@ -90,7 +96,7 @@ def test_the_profile_of_this_model_is_found_by_itself(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = profile_for(model)
-    write_profile(profile_path(profile.target), profile)
+    write_profile(automatic(profile), profile)
     assert run(model, tmp_path).receipt["plan"]["attention"] == CHUNKED
     assert run(model, tmp_path, profile="none").receipt["plan"]["profile"] is None
     assert main(["plan", "a", "--model", str(model), "--device", "cpu"]) == 0
@@ -109,7 +115,7 @@ def plan_of(model: Path, **options: Any) -> Any:
 
 def test_what_a_caller_names_wins(model: Path) -> None:
     profile = profile_for(model)
-    write_profile(profile_path(profile.target), profile)
+    write_profile(automatic(profile), profile)
     request = VideoRequest(prompt="a", model=str(model), attention="global")
     plan: Any = plan_request(request, EngineOptions(device="cpu", backend="flex"), probe=False)
     assert plan.attention == "global"
@@ -122,7 +128,7 @@ def test_what_a_caller_names_wins(model: Path) -> None:
 
 def test_a_profile_that_leaves_keys_out_is_a_warning(model: Path) -> None:
     profile = profile_for(model, attention="window+window:4", exact=False, error=0.031)
-    write_profile(profile_path(profile.target), profile)
+    write_profile(automatic(profile), profile)
     plan = plan_of(model)
     assert any("attention=window+window:4, whose error is 0.031" in w for w in plan.warnings)
     assert plan.profile["exact"] is False
@@ -140,7 +146,7 @@ def test_stored_chunks_go_on_as_they_were_made(model: Path, tmp_path: Path) -> N
     longer = replace(request, num_frames=17)
     assert made("a", request, Storage(keep=tmp_path / "plain")) == "window"
     profile = profile_for(model)
-    file = profile_path(profile.target)
+    file = automatic(profile)
     write_profile(file, profile)
     assert made("b", longer, Storage(resume=tmp_path / "plain")) == "window"
     assert made("c", request, Storage(keep=tmp_path / "chunked")) == CHUNKED
@@ -166,7 +172,7 @@ def test_a_profile_of_something_else_is_refused_where_named_and_told_where_found
     write_profile(file, other)
     with pytest.raises(RequestError, match=f"profile='.*: {reason}; longtake tune, or none"):
         plan_of(model, profile=str(file))
-    write_profile(profile_path(profile.target), other)
+    write_profile(automatic(profile), other)
     plan = plan_of(model)
     assert (plan.profile, plan.attention) == (None, "window")
     assert [w for w in plan.warnings if w.startswith("not used: profile=")]
@@ -187,7 +193,7 @@ def test_a_profile_of_something_else_is_refused_where_named_and_told_where_found
 def test_a_damaged_profile_is_refused_where_named_and_told_where_found(
     model: Path, tmp_path: Path, text: str | bytes
 ) -> None:
-    file = profile_path(profile_for(model).target)
+    file = automatic(profile_for(model))
     file.parent.mkdir(parents=True)
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RequestError, match="is no profile, or damaged: ") as caught:
@@ -216,7 +222,7 @@ def test_a_backend_that_is_gone_is_an_error_where_named_and_told_where_found(
     model: Path, tmp_path: Path, refuse: Refuse
 ) -> None:
     profile = profile_for(model, backend="flash")
-    write_profile(profile_path(profile.target), profile)
+    write_profile(automatic(profile), profile)
     assert any(
         "its backend flash cannot be used: needs a CUDA" in w for w in plan_of(model).warnings
     )

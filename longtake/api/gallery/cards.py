@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longtake.api.objects import STATUS, percent, progress_object
+from longtake.api.objects import STATUS, num_frames, percent, progress_object
 from longtake.queue.records import Job, JobState
 
 WORDS = {
@@ -88,7 +88,7 @@ class Card:
     @property
     def seconds(self) -> float:
         """How long the video is, or is to be."""
-        return float(self.job.plan.get("seconds") or 0)
+        return num_frames(self.job) / float(self.job.plan["fps"])
 
     @property
     def made_in_s(self) -> float | None:

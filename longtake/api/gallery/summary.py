@@ -54,6 +54,8 @@ def summary_of(service: Service, owner: str) -> Summary:
 
 def _stuck(service: Service) -> str:
     states = {worker.state for worker in fresh_workers(service)}
-    if states & UP:
+    if states & UP - {"loading"}:
         return ""
+    if "loading" in states:
+        return "the model is being loaded again"
     return "the worker is starting" if "starting" in states else "no worker is up"

@@ -43,14 +43,6 @@ def record(worker: str, process: Process, host: str | None = None) -> WorkerReco
         boot_id=f"{process.pid}@{process.started_at:.2f}",
         queue="default",
         state="busy",
-        model=None,
-        job_id=None,
-        engine_pid=None,
-        memory_bytes=0,
-        started_at=time.time(),
-        seen_at=time.time(),
-        step_at=None,
-        details={},
     )
 
 

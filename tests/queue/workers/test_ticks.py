@@ -10,6 +10,7 @@ import pytest
 
 from longtake.queue.app import TICK
 from longtake.queue.broker import EmbeddedBroker
+from longtake.queue.records import WorkerRecord
 from longtake.queue.ticks import NUDGES, Dispatcher, Nudges, Ticker, connect, send_outbox
 
 if TYPE_CHECKING:
@@ -64,10 +65,19 @@ def test_the_outbox_is_sent_when_the_broker_is_back(rig: Rig, ticker: Ticker) ->
 
 
 def test_many_submissions_make_few_ticks(rig: Rig, valkey: EmbeddedBroker, ticker: Ticker) -> None:
-    for _ in range(40):
-        rig.submit()
-    assert send_outbox(rig.store, ticker)
-    assert waiting(rig) == 16
+    def sent() -> int:
+        for _ in range(40):
+            rig.submit()
+        before = waiting(rig)
+        assert send_outbox(rig.store, ticker)
+        assert rig.store.outbox.pending() == []
+        return waiting(rig) - before
+
+    assert sent() == 1
+    for name in "abc":
+        rig.store.workers.beat(WorkerRecord(name, "here", 1, "1@0", "default", "busy"))
+    rig.store.workers.beat(WorkerRecord("d", "here", 1, "1@0", "other", "idle"))
+    assert sent() == 3
 
 
 def test_the_dispatcher_sends_what_is_committed(

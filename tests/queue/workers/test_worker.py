@@ -118,6 +118,27 @@ def test_ticks_that_come_twice_change_nothing(bench: NewBench) -> None:
     assert len(at.rig.store.listings.attempts(job.id)) == 1
 
 
+def test_a_worker_says_that_its_engine_is_loaded_again(bench: NewBench) -> None:
+    go_on = threading.Event()
+    at = bench(poll_s=0.05)
+    plain = at.make_engine
+    worker = at.worker()
+    worker.start()
+    first = at.rig.submit()
+    at.until(lambda: at.done(first) and worker.state == "idle")
+
+    def slow() -> Any:
+        assert go_on.wait(WAIT_S)
+        return plain()
+
+    at.make_engine = slow
+    at.engines[0].kill()
+    second = at.rig.submit()
+    at.until(lambda: at.record().state == "loading")
+    go_on.set()
+    at.until(lambda: at.done(second) and at.record().state == "idle")
+
+
 def test_a_lost_tick_is_made_up_for_by_polling(bench: NewBench) -> None:
     at = bench(poll_s=0.05)
     worker = at.worker()
