@@ -120,7 +120,7 @@ def test_clip_mode_stores_and_resumes_nothing(
         generate(
             request if field == "keep" else None,
             Target(tmp_path / "a.mp4"),
-            storage=Storage(**{field: kept}),
+            storage=Storage(kept) if field == "keep" else Storage(resume=kept),
         )
     assert caught.value.field == {"keep": "keep_latents"}.get(field, field)
     assert not (tmp_path / "a.mp4").exists()

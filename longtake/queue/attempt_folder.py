@@ -1,4 +1,7 @@
-"""The files of one attempt: their names, and writing them so that what is reported is there."""
+"""The files of one attempt: their names, and writing them so that what is reported is whole.
+
+They are put on the disk by the worker that publishes them: the engine waits for no disk.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from longtake.queue.messages import File
 from longtake.queue.records import ArtifactKind
 from longtake.video.latents import ROLLOUT_NAME, LatentFolder
-from longtake.video.partfile import PartFile, output_error, sync_folder
+from longtake.video.partfile import PartFile, output_error
 
 CONTENT_TYPES: Mapping[ArtifactKind, str] = {
     ArtifactKind.VIDEO: "video/mp4",
@@ -59,15 +62,14 @@ class AttemptFolder:
 
     def latent_files(self, index: int) -> tuple[File, ...]:
         """Reports a chunk's latents, with the first chunk's the rollout, once they are written."""
-        sync_folder(self.latents)
         name = LatentFolder.file_name(index)
-        files = [self._file(ArtifactKind.LATENTS, self.latents / name, {"index": index})]
+        files = [self.report(ArtifactKind.LATENTS, self.latents / name, index=index)]
         if index == 0:
-            files.append(self._file(ArtifactKind.ROLLOUT, self.latents / ROLLOUT_NAME, {}))
+            files.append(self.report(ArtifactKind.ROLLOUT, self.latents / ROLLOUT_NAME))
         return tuple(files)
 
     def write(self, kind: ArtifactKind, path: Path, data: bytes, **details: Any) -> File:
-        """Write a file of this folder whole and to the disk.
+        """Write a file of this folder whole.
 
         Raises:
             OutputError: it cannot be written.
@@ -77,7 +79,7 @@ class AttemptFolder:
             path.parent.mkdir(exist_ok=True)
             part = PartFile(path)
             part.path.write_bytes(data)
-            part.commit()
+            part.commit(sync=False)
         except OSError as error:
             raise output_error("output", path, error) from error
         finally:
@@ -91,10 +93,5 @@ class AttemptFolder:
         return self.write(kind, path, text.encode())
 
     def report(self, kind: ArtifactKind, path: Path, **details: Any) -> File:
-        """A file whose content is on the disk; its name is too after this."""
-        sync_folder(path.parent)
-        return self._file(kind, path, details)
-
-    @staticmethod
-    def _file(kind: ArtifactKind, path: Path, details: Mapping[str, Any]) -> File:
-        return File(kind, path, CONTENT_TYPES[kind], dict(details))
+        """A file that is whole."""
+        return File(kind, path, CONTENT_TYPES[kind], details)

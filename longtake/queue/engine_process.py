@@ -55,8 +55,8 @@ def serve(options: EngineSettings, pipe: Connection, stop: Any) -> None:
         engine = _start(options, link)
         while engine is not None and (work := pipe.recv()) is not None:
             outcome = run_work(work, engine, link)
-            release_memory()
             link.send(outcome)
+            release_memory()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.info("the worker is gone")
 
@@ -80,7 +80,7 @@ def _start(options: EngineSettings, link: PipeLink) -> Engine | None:
     try:
         device = choose_device(options.device)
         check_named(options.profile, device, choose_dtype(options.dtype, device))
-        engine = Engine(chosen, ModelCache(), Faults(os.environ.get(VARIABLE, "")))
+        engine = Engine(chosen, ModelCache(settle=True), Faults(os.environ.get(VARIABLE, "")))
     except LongtakeError as error:
         link.send(Failed(error_code(error), str(error), "starting", None, resident_bytes()))
         return None

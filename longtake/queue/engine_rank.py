@@ -63,7 +63,7 @@ def _start(options: EngineSettings, seat: Seat, pipe: Connection) -> Engine | No
     local = 0 if "CUDA_VISIBLE_DEVICES" in options.environment else seat.rank
     try:
         joined = as_rank(chosen, seat.rank, seat.size, seat.place, local=local, limits=limits)
-        engine = Engine(joined, ModelCache(), Faults(os.environ.get(VARIABLE, "")))
+        engine = Engine(joined, ModelCache(settle=True), Faults(os.environ.get(VARIABLE, "")))
     except LongtakeError as error:
         pipe.send(Failed(error_code(error), str(error), "starting", None, resident_bytes()))
         return None

@@ -65,9 +65,9 @@ class Leases:
         self._policy = policy
         # made once: what every claim and renewal runs
         self._claims = claims(db)
-        self._renew = _held_write(
-            db, {"lease_until": db.now + bindparam("lease_s", type_=Float(53))}
-        )
+        until = db.now + bindparam("lease_s", type_=Float(53))
+        self._renew = _held_write(db, {"lease_until": until})
+        self._write_held = _held_write(db, {})
         self._begin = insert(attempts).values(started_at=db.now)
         self._serve = (
             update(owners).where(owners.c.owner == bindparam("whose")).values(served_at=db.now)
@@ -189,8 +189,8 @@ class Leases:
         self, conn: Connection, job_id: str, fence: int, values: Mapping[str, object]
     ) -> Job:
         """The fenced UPDATE of a running job that stays running."""
-        held = {"held_id": job_id, "held_fence": fence}
-        job = moved(conn, _held_write(self._db, values), held)
+        held = {"held_id": job_id, "held_fence": fence, **values}
+        job = moved(conn, self._write_held, held)
         if job is None:
             raise _lost(job_id, fence)
         return job

@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 
 from sqlalchemy import (
+    BindParameter,
     ColumnElement,
     Connection,
     and_,
+    bindparam,
     delete,
     func,
     insert,
@@ -43,12 +45,46 @@ SINGLE = frozenset(
 )
 
 
+# made once: what every chunk runs
+_OF_JOB: BindParameter[str] = bindparam("of_job")
+_WEIGHT = select(func.coalesce(func.sum(artifacts.c.size), 0)).where(artifacts.c.job_id == _OF_JOB)
+_WEIGH = (
+    update(jobs)
+    .where(jobs.c.id == _OF_JOB)
+    .values(bytes_stored=_WEIGHT.scalar_subquery())
+    .returning(jobs.c.bytes_stored)
+)
+_DECODED = select(func.count()).where(chunks.c.job_id == _OF_JOB, chunks.c.segment_key.is_not(None))
+_COUNT_CHUNKS = (
+    update(jobs).where(jobs.c.id == _OF_JOB).values(chunks_done=_DECODED.scalar_subquery())
+)
+_KEYS_BEFORE = select(chunks.c.latents_key, chunks.c.segment_key).where(
+    chunks.c.job_id == _OF_JOB, chunks.c.index == bindparam("at")
+)
+_REPLACE = (
+    delete(artifacts)
+    .where(
+        artifacts.c.job_id == _OF_JOB,
+        or_(
+            artifacts.c.kind.in_(bindparam("kinds", expanding=True)),
+            artifacts.c.key.in_(bindparam("keys", expanding=True)),
+        ),
+    )
+    .returning(artifacts.c.key)
+)
+
+
 class Ledger:
     """The artifacts' rows and the garbage list."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
         self._insert_garbage = insert(garbage).values(created_at=db.now)
+        put = db.insert(chunks)
+        told = ("fence", "frames", "latents_key", "segment_key", "timings")
+        self._put_chunk = put.on_conflict_do_update(
+            index_elements=["job_id", "index"], set_={name: put.excluded[name] for name in told}
+        )
 
     @again
     def add(self, artifact: Artifact) -> None:
@@ -192,12 +228,13 @@ class Ledger:
     ) -> None:
         """Add a job's files; what they take the place of becomes garbage."""
         keys = [one.key for one in new]
-        kinds = sorted({one.kind for one in new} & SINGLE)
-        replaced = or_(
-            artifacts.c.kind.in_(kinds),
-            artifacts.c.key.in_([*keys, *superseded_keys]),
-        )
-        self.discard(conn, and_(artifacts.c.job_id == job_id, replaced), keep=keys)
+        which = {
+            "of_job": job_id,
+            "kinds": sorted({one.kind for one in new} & SINGLE),
+            "keys": [*keys, *superseded_keys],
+        }
+        gone = conn.execute(_REPLACE, which).scalars()
+        self._throw_away(conn, [key for key in gone if key not in keys])
         self._insert(conn, new)
         self.weigh(conn, job_id)
 
@@ -205,54 +242,34 @@ class Ledger:
         self, conn: Connection, job_id: str, chunk: ChunkRecord, new: Sequence[Artifact]
     ) -> None:
         """Store what is new of a chunk: its latents, its segment or both."""
-        which = and_(chunks.c.job_id == job_id, chunks.c.index == chunk.index)
-        before = conn.execute(
-            select(chunks.c.latents_key, chunks.c.segment_key).where(which)
-        ).one_or_none()
+        place = {"of_job": job_id, "at": chunk.index}
+        before = conn.execute(_KEYS_BEFORE, place).one_or_none()
         latents, segment = chunk.latents_key, chunk.segment_key
         superseded: list[str] = []
         if before is not None:
             latents, segment = latents or before.latents_key, segment or before.segment_key
             superseded = [key for key in before if key and key not in (latents, segment)]
         values = {
+            "job_id": job_id,
+            "index": chunk.index,
             "fence": chunk.fence,
             "frames": chunk.frames,
             "latents_key": latents,
             "segment_key": segment,
             "timings": dict(chunk.timings),
         }
-        conn.execute(
-            self._db.insert(chunks)
-            .values(job_id=job_id, index=chunk.index, **values)
-            .on_conflict_do_update(index_elements=["job_id", "index"], set_=values)
-        )
+        conn.execute(self._put_chunk, values)
         self.attach(conn, job_id, new, superseded)
-        decoded = select(func.count()).where(
-            chunks.c.job_id == job_id, chunks.c.segment_key.is_not(None)
-        )
-        conn.execute(
-            update(jobs).where(jobs.c.id == job_id).values(chunks_done=decoded.scalar_subquery())
-        )
+        conn.execute(_COUNT_CHUNKS, {"of_job": job_id})
 
-    def discard(
-        self, conn: Connection, which: ColumnElement[bool], keep: Collection[str] = ()
-    ) -> None:
-        """Forget files; their keys become garbage, but for those in ``keep``."""
+    def discard(self, conn: Connection, which: ColumnElement[bool]) -> None:
+        """Forget files; their keys become garbage."""
         gone = conn.execute(delete(artifacts).where(which).returning(artifacts.c.key)).scalars()
-        self._throw_away(conn, [key for key in gone if key not in set(keep)])
+        self._throw_away(conn, list(gone))
 
     def weigh(self, conn: Connection, job_id: str) -> int:
         """Bring ``bytes_stored`` of a job up to date, and return it."""
-        total = select(func.coalesce(func.sum(artifacts.c.size), 0)).where(
-            artifacts.c.job_id == job_id
-        )
-        weighed = (
-            update(jobs)
-            .where(jobs.c.id == job_id)
-            .values(bytes_stored=total.scalar_subquery())
-            .returning(jobs.c.bytes_stored)
-        )
-        return int(conn.execute(weighed).scalar_one())
+        return int(conn.execute(_WEIGH, {"of_job": job_id}).scalar_one())
 
     def drop_chunks(self, conn: Connection, job_id: str) -> None:
         """Forget everything that attempts made; inputs stay."""

@@ -79,7 +79,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file that is whole and on the disk, in the work's folder."""
+    """A file that is whole, in the work's folder; whoever publishes it puts it on the disk."""
 
     kind: ArtifactKind
     path: Path

@@ -167,7 +167,8 @@ class _Run:
         self._begin(stored)
         begin(self._engine.options.ranks, stored)
         latents = self._folder.latents
-        storage = Storage(resume=latents) if stored else Storage(keep=latents)
+        # the worker puts what it publishes on the disk
+        storage = Storage(None if stored else latents, latents if stored else None, sync=False)
         context = (self._engine.options, storage, self)
         return self._run(prepare_hybrid(request, source, context, self._check, self._engine.models))
 

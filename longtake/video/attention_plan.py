@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from longtake.errors import RequestError
@@ -168,6 +169,7 @@ def layout_of(text: str, *, window_given: bool) -> str:
     return "global" if chosen and not window_given else "window"
 
 
+@lru_cache(maxsize=256)  # a service asks at every submission
 def resolve_attention(text: str, scope: Scope, *, window_given: bool = False) -> AttentionPlan:
     """The plan that a text means for a model.
 

@@ -143,7 +143,7 @@ def join_segments(
         if joined != frames:
             reason = f"the segments hold {joined} frames and should hold {frames}"
             raise OutputError("output", target, reason)
-        part.commit()
+        part.commit(sync=False)  # for whoever publishes it to put on the disk
     except (OSError, av.FFmpegError, IndexError) as error:
         raise output_error("output", target, error) from error
     finally:

@@ -75,10 +75,11 @@ class StoredRollout:
 
 
 class LatentFolder:
-    """A folder of stored chunks."""
+    """A folder of stored chunks; with ``sync`` each is on the disk when ``write`` returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, sync: bool = True) -> None:
         self.path = path
+        self._sync = sync
 
     def check_empty(self) -> None:
         """Refuse a folder that holds something already, or that could not be made.
@@ -201,8 +202,9 @@ class LatentFolder:
         try:
             with part.open("wb") as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+                if self._sync:
+                    file.flush()
+                    os.fsync(file.fileno())
             part.replace(target)
         except OSError as error:
             part.unlink(missing_ok=True)

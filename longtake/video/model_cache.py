@@ -7,6 +7,7 @@ would cost more than the video.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import torch
 from longtake.video.clip import ClipModel, load_pipeline
 from longtake.video.components import CausalModel, load_model, load_tokenizer
 from longtake.video.manifest import Manifest
-from longtake.video.memory import release_memory
+from longtake.video.memory import keep_loaded, release_memory
 from longtake.video.numerics import fingerprint
 from longtake.video.source import ModelSource, local_folder
 
@@ -29,9 +30,13 @@ class ModelCache:
 
     Attributes:
         name: what the loaded model was asked for by, None before the first.
+
+    Args:
+        settle: the process makes many videos: see ``keep_loaded``, called after each load.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, settle: bool = False) -> None:
+        self._settle = settle
         self.name: str | None = None
         self._key: Any = None
         self._model: CausalModel | ClipModel | None = None
@@ -87,6 +92,7 @@ class ModelCache:
     def drop(self) -> None:
         """Forget the loaded model."""
         self.name, self._key, self._model = None, None, None
+        gc.unfreeze()
         release_memory()
 
     def _get(self, name: str, key: Any, kind: type[Model], load: Callable[[], Model]) -> Model:
@@ -99,6 +105,8 @@ class ModelCache:
             self.drop()  # before the next one is loaded: two may not fit
         loaded = load()
         self.name, self._key, self._model = name, key, loaded
+        if self._settle:
+            keep_loaded()
         return loaded
 
 

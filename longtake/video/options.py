@@ -124,10 +124,12 @@ class Storage:
     Attributes:
         keep: folder that every chunk is stored in.
         resume: folder that finished chunks are read from; kept in as well unless ``keep`` differs.
+        sync: chunks are on the disk, and not only written, before the rollout goes on.
     """
 
     keep: Path | None = None
     resume: Path | None = None
+    sync: bool = True
 
     @property
     def target(self) -> Path | None:

@@ -175,7 +175,7 @@ def _keeper(
         return None
     if engine.ranks is not None and not engine.ranks.leader:
         return lambda _: None
-    keep = LatentFolder(storage.target)
+    keep = LatentFolder(storage.target, sync=storage.sync)
     in_place = storage.target == storage.resume
 
     def store(made: Denoised) -> None:
