@@ -63,6 +63,7 @@ class Worker:
         self._ticker = ticker
         self._keeper = EngineKeeper(settings, make_engine)
         self._runner: JobRunner | None = None
+        self._job_id: str | None = None
         self._reconciler = Reconciler(store, artifacts, settings, ticker)
         self._started_at = time.time()
         self._step_at: float | None = None
@@ -174,13 +175,14 @@ class Worker:
             if job is None:
                 return
             runner = JobRunner(self._store, self._artifacts, engine, self._settings)
-            self._runner = runner
+            self._runner, self._job_id = runner, job.id
             self._set_state("busy")
             if self._stopping.is_set():
                 runner.stop(Stop.SHUTDOWN)
             with bind({"job_id": job.id}):
                 ran = runner.run(job)
                 logger.info("attempt %d: %s", job.attempt, ran.outcome.value)
+            self._job_id = None
             self._step_at = runner.tracker.step_at or self._step_at
             self._done += 1
             self._keeper.after(job.model, ran)
@@ -236,7 +238,6 @@ class Worker:
 
     def _record(self) -> WorkerRecord:
         runner = self._runner
-        job = runner.job if runner is not None else None
         step_at = runner.tracker.step_at if runner is not None else None
         engine_pid = self._keeper.pid
         return WorkerRecord(
@@ -247,7 +248,7 @@ class Worker:
             queue=self._settings.queue,
             state=self.state,
             model=self._keeper.model,
-            job_id=job.id if job is not None else None,
+            job_id=self._job_id,
             engine_pid=engine_pid,
             memory_bytes=memory_of(os.getpid()) + memory_of(engine_pid),
             started_at=self._started_at,

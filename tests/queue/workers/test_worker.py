@@ -162,7 +162,8 @@ def test_a_busy_worker_passes_a_tick_on(bench: NewBench, monkeypatch: pytest.Mon
     worker = at.worker()
     job = at.rig.submit()
     worker.start()
-    at.until(lambda: worker.state == "busy")
+    at.until(lambda: at.record().state == "busy")
+    assert at.record().job_id == job.id  # with the first word of it, not with the next beat
     tick = threading.Thread(target=worker.tick)
     tick.start()
     at.until(lambda: at.ticks.published)
