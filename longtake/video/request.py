@@ -78,9 +78,10 @@ class VideoRequest:
         _check_text("prompt", self.prompt, required=True)
         if self.negative_prompt is not None:
             _check_text("negative_prompt", self.negative_prompt, required=False)
-        for timed in self.prompts:
-            _check_number("prompts", timed.at, low=0.0, high=MAX_SECONDS)
-            _check_text("prompts", timed.prompt, required=True)
+        for number, timed in enumerate(self.prompts, start=1):
+            what = f"of entry {number} "
+            _check_number("prompts", timed.at, low=0.0, high=MAX_SECONDS, what=f"at {what}")
+            _check_text("prompts", timed.prompt, required=True, what=f"prompt {what}")
         self._check_lengths()
         self._check_sampling()
         self._check_inputs()
@@ -126,7 +127,9 @@ class VideoRequest:
         if self.strength is not None:
             _check_number("strength", self.strength, low=0.0, high=1.0)
             if self.video is None:
-                raise RequestError("strength", self.strength, "needs a video to redraw", "--video")
+                raise RequestError(
+                    "strength", self.strength, "needs a video to redraw", "give video"
+                )
 
 
 REQUEST_FIELDS = tuple(f.name for f in fields(VideoRequest))
@@ -226,22 +229,22 @@ def _check_types(request: VideoRequest) -> None:
         raise RequestError("size", size, "is not a pair of whole numbers", "for example 832x480")
 
 
-def _check_text(field: str, text: str, *, required: bool) -> None:
+def _check_text(field: str, text: str, *, required: bool, what: str = "") -> None:
     if required and not text.strip():
-        raise RequestError(field, text, "is empty", "say what the video shows")
+        raise RequestError(field, text, f"{what}is empty", "say what the video shows")
     if len(text) > MAX_PROMPT_CHARACTERS:
         legal = f"at most {MAX_PROMPT_CHARACTERS} characters"
-        raise RequestError(field, text, f"has {len(text)} characters", legal)
+        raise RequestError(field, text, f"{what}has {len(text)} characters", legal)
 
 
 def _check_number(
-    field: str, value: float, *, low: float, high: float, above: bool = False
+    field: str, value: float, *, low: float, high: float, above: bool = False, what: str = ""
 ) -> None:
     legal = f"{'above' if above else 'from'} {_exact(low)} to {_exact(high)}"
     if isinstance(value, float) and not math.isfinite(value):
-        raise RequestError(field, value, "is not a finite number", legal)
+        raise RequestError(field, value, f"{what}is not a finite number", legal)
     if value < low or value > high or (above and value == low):
-        raise RequestError(field, value, "is out of range", legal)
+        raise RequestError(field, value, f"{what}is out of range", legal)
 
 
 def _exact(number: float) -> str:
