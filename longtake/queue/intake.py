@@ -20,7 +20,7 @@ from longtake.queue.lookups import DELETED
 from longtake.queue.outbox import Outbox
 from longtake.queue.policy import Policy
 from longtake.queue.quotas import Quotas
-from longtake.queue.records import Batch, Job, JobState, NewJob
+from longtake.queue.records import Batch, Job, JobState, NewJob, Relation
 from longtake.queue.rows import columns_of, job_of
 from longtake.queue.tables import idempotency, jobs, owners
 
@@ -142,6 +142,7 @@ class Intake:
                     call.answer(stored)
                     continue
                 for job in wanted.new:
+                    _check_source(conn, job)
                     if job.inputs:
                         self._files.check_free(conn, job.inputs, job.owner)
                 quotas.admit(wanted.owner, wanted.limits, len(wanted.new))
@@ -238,6 +239,15 @@ class Intake:
         if not stored and not is_batch:
             raise NotFoundError("video", known.target, DELETED)
         return stored
+
+
+def _check_source(conn: Connection, job: NewJob) -> None:
+    """Refuse to extend or redraw a video that was deleted meanwhile; from here on it is in use."""
+    if job.parent_id is None or job.relation not in (Relation.EXTEND, Relation.EDIT):
+        return
+    source = select(jobs.c.id).where(jobs.c.id == job.parent_id).with_for_update(read=True)
+    if conn.execute(source).first() is None:
+        raise NotFoundError("video", job.parent_id)
 
 
 def _new_job(wanted: NewJob, row: Mapping[str, Any], times: Row[Any]) -> Job:

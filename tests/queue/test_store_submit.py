@@ -376,6 +376,9 @@ def test_what_another_is_made_from_stays_until_that_is_finished(
         assert refused.value.code == "in_use"
     desk.store.submissions.cancel(child.id, "local")
     desk.store.submissions.delete(source.id, "local")
+    with pytest.raises(NotFoundError, match=source.id):
+        desk.submit(parent_id=source.id, relation=relation)
+    desk.submit(parent_id=source.id, relation=Relation.REMIX)
 
 
 def test_trash_hides_cancels_and_restores(desk: Desk) -> None:
