@@ -30,6 +30,11 @@ class Subscriptions:
 
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._ready = select(deliveries.c.id).where(
+            deliveries.c.state == PENDING,
+            deliveries.c.next_at <= db.now,
+            deliveries.c.claimed_until <= db.now,
+        )
 
     @again
     def create(self, owner: str, name: str, url: str, event_types: Sequence[str]) -> Webhook:
@@ -133,22 +138,19 @@ class Subscriptions:
     @again
     def due(self, limit: int, lease_s: float) -> Deliveries:
         """Claim deliveries whose time has come for ``lease_s`` seconds; counts the try."""
-        now = self._db.now
+        # asked every second, mostly in vain: only what is due is worth a transaction that writes
+        with self._db.read() as conn:
+            if conn.execute(self._ready.limit(1)).first() is None:
+                return []
         ready = (
-            select(deliveries.c.id)
-            .where(
-                deliveries.c.state == PENDING,
-                deliveries.c.next_at <= now,
-                deliveries.c.claimed_until <= now,
-            )
-            .order_by(deliveries.c.next_at)
+            self._ready.order_by(deliveries.c.next_at)
             .limit(limit)
             .with_for_update(skip_locked=True)
         )
         statement = (
             update(deliveries)
             .where(deliveries.c.id.in_(ready.scalar_subquery()))
-            .values(claimed_until=now + lease_s, attempt=deliveries.c.attempt + 1)
+            .values(claimed_until=self._db.now + lease_s, attempt=deliveries.c.attempt + 1)
             .returning(*columns_of(Delivery))
         )
         with self._db.write() as conn:

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ def is_receipt(path: Path) -> bool:
     return isinstance(data, dict) and "longtake" in data
 
 
-def _versions() -> dict[str, str]:
+@cache
+def _versions() -> Mapping[str, str]:
     found: dict[str, str] = {}
     for name in LIBRARIES:
         try:
