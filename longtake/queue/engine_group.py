@@ -264,6 +264,9 @@ def make_engine(settings: Settings) -> EngineProcess:
     """
     options = EngineSettings.of(settings)
     size = group_size(settings)
+    if size == 1 and settings.gpus:
+        alone = {**options.environment, "CUDA_VISIBLE_DEVICES": settings.gpus[0]}
+        return EngineProcess(replace(options, device="cuda", environment=alone))
     if size == 1:
         return EngineProcess(options)
     if not settings.gpus:
@@ -280,7 +283,7 @@ def group_size(settings: Settings) -> int:
     gpus = settings.gpus
     if len(set(gpus)) != len(gpus):
         raise RequestError("gpus", ",".join(gpus), "names one twice", "one GPU for each rank")
-    if settings.parallel is None and len(gpus) < 2:
+    if settings.parallel is None and not gpus:
         return 1
     if settings.device not in (None, "cpu" if not gpus else "cuda"):
         reason = "is one device, and every rank has its own"

@@ -40,7 +40,7 @@ class Filters:
     """Which jobs a page shows; what is None does not matter.
 
     Attributes:
-        text: part of the prompt, whatever its case.
+        text: words that are all in the prompt, as parts of it, in any order and case.
         trashed: only those in the trash, or, by default, only those that are not.
         created_after, created_before: seconds since 1970, the first included.
     """
@@ -196,8 +196,8 @@ class Listings:
             value = getattr(filters, name)
             if value is not None:
                 found.append(jobs.c[name] == str(value))
-        if filters.text:
-            found.append(jobs.c.prompt.icontains(filters.text, autoescape=True))
+        for word in dict.fromkeys((filters.text or "").split()):
+            found.append(jobs.c.prompt.icontains(word, autoescape=True))
         if filters.starred is not None:
             found.append(jobs.c.starred if filters.starred else ~jobs.c.starred)
         if filters.trashed is not None:

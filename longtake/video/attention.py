@@ -70,7 +70,8 @@ def attend_lse(
         BackendError: no keys, or a query whose bias masks every key: neither has an answer.
     """
     _check(q_BSHD, k_BSHD, v_BSHD, bias)
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
+    # the raw operators read a head's numbers as if they lay side by side
+    q, k, v = (_dense(x).transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
     same = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
     if same and q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -116,7 +117,9 @@ def attend_lse_math(
             if bias is not None:
                 scores = scores + bias[:, :, some, part]
             lse = scores.logsumexp(-1)
-            weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(nan=0.0)
+            # of a query that sees none of these keys; anything else that is no number stays so
+            nothing = lse.isneginf().unsqueeze(-1)
+            weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(nothing, 0.0)
             merger.add(Partial((weights @ v[:, :, part]).transpose(1, 2), lse))
         whole = merger.result()
         outs.append(whole.out)
@@ -145,7 +148,7 @@ class Merger:
             self._out, self._lse = part.out.to(wide, copy=True), part.lse
             return
         lse = torch.logaddexp(self._lse, part.lse)
-        weight = (part.lse - lse).exp().nan_to_num(nan=0.0)
+        weight = (part.lse - lse).exp().masked_fill(lse.isneginf(), 0.0)
         self._out.lerp_(part.out.to(wide), weight.transpose(1, 2).unsqueeze(-1))
         self._lse = lse
 
@@ -194,12 +197,23 @@ def attend_chunked(
     return merger.result().out
 
 
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _check(
     q_BSHD: torch.Tensor, k_BSHD: torch.Tensor, v_BSHD: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     """Refuse what the operators crash on or answer with made-up numbers."""
-    if 0 in (*q_BSHD.shape, *k_BSHD.shape) or k_BSHD.shape[:3] != v_BSHD.shape[:3]:
-        shapes = ", ".join(str(list(x.shape)) for x in (q_BSHD, k_BSHD, v_BSHD))
-        raise BackendError(f"attention: got q, k, v {shapes}; expected one query and key at least")
+    q, k, v = q_BSHD.shape, k_BSHD.shape, v_BSHD.shape
+    fits = len(q) == 4 and k[:3] == v[:3] and (q[0], *q[2:]) == (k[0], *k[2:])
+    if not fits or 0 in (*q, *k):
+        shapes = ", ".join(str(list(shape)) for shape in (q, k, v))
+        raise BackendError(
+            f"attention: got q, k, v {shapes}; expected [B, S, H, D] of one B, H and D, with one "
+            "query and key at least"
+        )
+    if bias is not None and bias.dtype == torch.bool:
+        raise BackendError("attention: got a boolean bias; expected numbers to add, 0 and -inf")
     if bias is not None and bool(bias.isneginf().all(-1).any()):
         raise BackendError("attention: a query whose keys are all masked has no answer")

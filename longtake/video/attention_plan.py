@@ -36,7 +36,7 @@ LAYOUTS = ("window", "global")
 READINGS = ("full", "chunked", "window", "topk", "radial")
 KINDS = ("window", "global", "chunked", "topk", "radial")
 MAX_PARTS, PART_TOKENS = 16, 16  # parts that a frame is cut into at most, and their least size
-WHERE = re.compile(r"^(layers|steps):([0-9]{1,4})(?:(-)([0-9]{1,4})?)?$")
+WHERE = re.compile(r"(layers|steps):([0-9]{1,4})(?:(-)([0-9]{1,4})?)?")
 LEGAL = "window, global, chunked[:TOKENS], topk:AMOUNT or radial[:FRAMES]"
 
 
@@ -240,14 +240,17 @@ def _amount(argument: str, text: str) -> tuple[int | None, float | None]:
 
 def _override(clause: str, text: str, scope: Scope) -> Override:
     where, equals, word = clause.partition("=")
-    match = WHERE.match(where)
+    match = WHERE.fullmatch(where)
     if match is None or not equals:
         legal = "layers:0-3=READING or steps:0=READING"
         raise RequestError("attention", text, f"{clause!r} names no layers or steps", legal)
     axis, first = match[1], int(match[2])
     last = (int(match[4]) if match[4] else None) if match[3] else first
     count = scope.layers if axis == "layers" else scope.steps
-    if max(first, last or 0) >= count or (last is not None and last < first):
+    if last is not None and last < first:
+        reason = f"{where} ends before it begins"
+        raise RequestError("attention", text, reason, f"{axis}:{last}-{first}")
+    if max(first, last or 0) >= count:
         reason = f"{where} is not a range of {count} {axis}"
         raise RequestError("attention", text, reason, f"{axis}:0-{count - 1} at most")
     return Override(axis, first, last, _reading(word, text, scope))

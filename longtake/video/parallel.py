@@ -37,6 +37,7 @@ from longtake.video.parallel_layout import (
     Place,
     bounds,
     facts_of,
+    most_ranks,
     parse_layout,
     resolve_layout,
     share,
@@ -237,7 +238,7 @@ def check_layout(plan: Plan, engine: EngineOptions) -> None:
     if engine.parallel is not None:
         size = None if engine.ranks is None else engine.ranks.size
         if size is None and parse_layout(engine.parallel) is None:
-            size = usable_ranks(engine.device)
+            size = most_ranks(usable_ranks(engine.device), facts_of(plan))
         resolve_layout(engine.parallel, facts_of(plan), size)
 
 
@@ -270,7 +271,9 @@ def join(engine: EngineOptions, model: CausalModel, plan: Plan, stored: int) -> 
     digest = hashlib.sha256(what.encode()).digest()
     ranks.check_same("plan", int.from_bytes(digest[:7], "little"))
     install(model, ranks, layout)
-    means = "equal bytes under the same layout; under another one latents within 1e-5"
+    # a number that is rounded to be stored may be rounded the other way
+    close = "within 1e-5" if plan.kv_cache is None else "close, see docs/capabilities.md"
+    means = f"equal bytes under the same layout; under another one latents {close}"
     return {
         "parallel": {"layout": layout.text, "ranks": ranks.size, "over": ranks.backend},
         "guarantee": {"level": "L3", "means": means},

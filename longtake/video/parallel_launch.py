@@ -27,15 +27,17 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from longtake.errors import ParallelError, RequestError
+from longtake.video.clip_plan import ClipPlan
 from longtake.video.model_cache import ModelCache
 from longtake.video.numerics import choose_device, configure
 from longtake.video.options import EngineOptions, Storage
 from longtake.video.parallel import usable_ranks
 from longtake.video.parallel_follow import begin, follow
 from longtake.video.parallel_groups import COMMAND_LIMITS, Limits, Ranks, under_launcher
-from longtake.video.parallel_layout import LEGAL, parse_layout
+from longtake.video.parallel_layout import LEGAL, facts_of, most_ranks, parse_layout
 from longtake.video.plan import DRAWN_SEED_LIMIT
-from longtake.video.prepare import resolve_request
+from longtake.video.prepare import plan_request, resolve_request
+from longtake.video.profiles import NONE
 from longtake.video.request import VideoRequest
 
 # how long followers may take to end after rank 0 did
@@ -67,7 +69,7 @@ def run_parallel(
         resolved = replace(resolved, seed=secrets.randbelow(DRAWN_SEED_LIMIT))
     if under_launcher():
         return _under_launcher(resolved, engine, storage, run)
-    size = ranks_for(engine)
+    size = ranks_for(engine, resolved)
     if size == 1:
         return run(resolved, engine)
     each = threads or max(1, usable_ranks("cpu") // size)
@@ -75,8 +77,8 @@ def run_parallel(
         return _lead(resolved, shared, run)
 
 
-def ranks_for(engine: EngineOptions) -> int:
-    """How many ranks the layout means on this machine.
+def ranks_for(engine: EngineOptions, request: VideoRequest) -> int:
+    """How many ranks the layout means on this machine: ``auto`` as many as can share the video.
 
     Raises:
         RequestError: ``parallel`` does not fit the devices.
@@ -84,7 +86,8 @@ def ranks_for(engine: EngineOptions) -> int:
     text = engine.parallel or "auto"
     layout, there = parse_layout(text), usable_ranks(engine.device)
     if layout is None:
-        return there
+        plan = plan_request(request, replace(engine, parallel=None, profile=NONE), probe=False)
+        return there if isinstance(plan, ClipPlan) else most_ranks(there, facts_of(plan))
     if choose_device(engine.device).type == "cuda" and layout.ranks > there:
         reason = f"needs {layout.ranks} CUDA devices, there are {there}"
         raise RequestError("parallel", text, reason, f"a product of at most {there}")

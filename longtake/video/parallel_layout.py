@@ -12,6 +12,7 @@ division leaves a rest.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -127,8 +128,8 @@ def parse_layout(text: str) -> Layout | None:
         if name not in PARTS or not equals or name in degrees:
             again = "is named twice" if name in degrees else "is no layout"
             raise RequestError("parallel", text, f"{part.strip()!r} {again}", LEGAL)
-        if not (number.isascii() and number.isdecimal()) or not 1 <= int(number) <= MOST_RANKS:
-            reason = f"{name} is not a number of ranks"
+        if not re.fullmatch(r"[0-9]{1,6}", number) or not 1 <= int(number) <= MOST_RANKS:
+            reason = f"{name}={number[:20]} is not a number of ranks"
             raise RequestError("parallel", text, reason, f"{name}=1 to {name}={MOST_RANKS}")
         degrees[name] = int(number)
     layout = Layout(**degrees)
@@ -182,6 +183,17 @@ def choose_layout(ranks: int, facts: Facts) -> Layout:
             return layout
     reason, legal = broken_rule(candidates[-1], facts) or ("", "")
     raise RequestError("parallel", "auto", f"{ranks} ranks cannot share this: {reason}", legal)
+
+
+def most_ranks(there: int, facts: Facts) -> int:
+    """The most ranks, of those that are there, that some layout can share this between."""
+    for ranks in range(there, 1, -1):
+        try:
+            choose_layout(ranks, facts)
+        except RequestError:
+            continue
+        return ranks
+    return 1
 
 
 def broken_rule(layout: Layout, facts: Facts) -> tuple[str, str] | None:

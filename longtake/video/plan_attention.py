@@ -112,8 +112,10 @@ def _check_global(request: VideoRequest) -> None:
     text = request.attention or ""
     if request.window is not None:
         raise RequestError("window", request.window, f"attention={text} has none", _windowed(text))
-    if request.sink is not None and text == "global":
-        raise RequestError("sink", request.sink, "attention=global has none", "attention=window")
+    base = text.split(",", 1)[0].removeprefix("global+")
+    everything = base.partition(":")[0] in ("global", "full", "chunked")
+    if request.sink is not None and everything and "," not in text:
+        raise RequestError("sink", request.sink, f"attention={text} has none", "attention=window")
 
 
 def _windowed(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -112,8 +113,9 @@ def plan_hybrid(
     device = choose_device(engine.device)
     dtype = choose_dtype(engine.dtype, device)
     found, notes = find_profile(profile_asked(engine), manifest, shape, device, dtype)
-    stored = None if resume is None else resume.describe().request
-    request, used, warned = with_profile(request, found, engine.backend, stored)
+    rollout = None if resume is None else resume.describe()
+    stored = None if rollout is None else rollout.request
+    wished, used, warned = with_profile(request, found, engine.backend, stored)
     size, fps = resolve_size(request, manifest, shape), resolve_fps(request, manifest)
     given = _stored_input(request, resume)
     if given is None:
@@ -121,12 +123,22 @@ def plan_hybrid(
         given = read_given(request, size, fps, shape.vae.stride_time, latent_shape)
     texts = [request.prompt, *(t.prompt for t in request.prompts), request.negative_prompt or ""]
     changes = [f"input: {change}" for change in given.notes.get("changes", ())]
-    warnings = (*vocabulary_warnings(manifest, texts), *changes, *notes, *warned)
-    item = ITEM_SIZES[dtype]
-    plan = make_plan(
-        request, manifest, shape, inputs=given.inputs, itemsize=item, warnings=warnings
-    )
-    plan = replace(plan, kv_cache=engine.kv_cache, profile=used)
+    warnings = (*vocabulary_warnings(manifest, texts), *changes, *notes)
+    make = partial(make_plan, inputs=given.inputs, itemsize=ITEM_SIZES[dtype])
+    try:
+        plan = make(wished, manifest, shape, warnings=(*warnings, *warned))
+    except RequestError as error:
+        named = engine.profile is not None or error.field != "attention"
+        if named or used is None or used["attention"] is None:
+            raise
+        # found by itself, so the request is not to fail by it
+        unfit = f"not used: attention of profile {used['name']}: {error}"
+        used |= {"attention": None, "exact": True}
+        plan = make(request, manifest, shape, warnings=(*warnings, unfit))
+    kv_cache = engine.kv_cache
+    if kv_cache is None and rollout is not None:
+        kv_cache = rollout.plan.get("kv_cache")
+    plan = replace(plan, kv_cache=kv_cache, profile=used)
     check_layout(plan, engine)
     if not probe:
         return plan, given

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -283,13 +284,16 @@ def _from_json(data: Any) -> Profile:
         raise ValueError(f"backend {data['backend']!r}")
     if data["attention"] is not None:
         check_attention(data["attention"])
+    numbers = float(data["error"]), float(data["error_bound"])
+    if not all(0 <= number < math.inf for number in numbers):
+        raise ValueError(f"error {numbers[0]} or error_bound {numbers[1]}")
     return Profile(
         target=target,
         backend=data["backend"],
         attention=data["attention"],
         exact=data["exact"],
-        error=float(data["error"]),
-        error_bound=float(data["error_bound"]),
+        error=numbers[0],
+        error_bound=numbers[1],
         measured=tuple(dict(row) for row in data["measured"]),
     )
 

@@ -14,8 +14,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from longtake.queue.engine import EngineDied, EngineSettings
-from longtake.queue.engine_group import EngineGroup
+from longtake.errors import RequestError
+from longtake.queue.engine import EngineDied, EngineProcess, EngineSettings
+from longtake.queue.engine_group import EngineGroup, make_engine
 from longtake.queue.messages import (
     ChunkDone,
     EngineMessage,
@@ -27,6 +28,7 @@ from longtake.queue.messages import (
     Work,
 )
 from longtake.queue.records import ArtifactKind
+from longtake.settings import Settings
 
 MakeModel = Callable[..., Path]
 LIMIT_S = 400.0
@@ -172,3 +174,13 @@ def _nothing_is_left(group: EngineGroup, model: Path, tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(EngineDied):
         group.send(work_for(model, tmp_path / "after"))
+
+
+@pytest.mark.parametrize("parallel", [None, "auto", "ulysses=1"])
+def test_one_gpu_that_is_named_is_the_engines_own(parallel: str | None) -> None:
+    engine = make_engine(Settings(gpus=("3",), parallel=parallel))
+    assert type(engine) is EngineProcess
+    assert engine.options.device == "cuda"
+    assert engine.options.environment["CUDA_VISIBLE_DEVICES"] == "3"
+    with pytest.raises(RequestError, match="device='cpu'"):
+        make_engine(Settings(gpus=("3",), parallel=parallel, device="cpu"))

@@ -165,14 +165,45 @@ def test_a_query_without_keys_is_refused(form: Callable[..., Partial]) -> None:
     masked[:, :, 7] = -torch.inf
     with pytest.raises(BackendError, match="all masked"):
         form(*use, masked)
-    with pytest.raises(BackendError, match=r"q, k, v .* expected one query and key at least"):
+    with pytest.raises(BackendError, match=r"q, k, v .* one query and key at least"):
         form(use.q, use.k[:, :0], use.v[:, :0])
-    with pytest.raises(BackendError, match="expected one query"):
+    with pytest.raises(BackendError, match="one query and key at least"):
         form(use.q[:, :0], use.k, use.v)
-    with pytest.raises(BackendError, match="expected one query"):
+    with pytest.raises(BackendError, match="one query and key at least"):
         form(use.q, use.k, use.v[:, :5])
     with pytest.raises(BackendError, match="nothing to merge"):
         Merger().result()
+
+
+@pytest.mark.parametrize("form", [attend_lse, attend_lse_math])
+def test_shapes_that_do_not_fit_are_refused(form: Callable[..., Partial]) -> None:
+    q, k, v = inputs("few queries, many keys")
+    for other_k, other_v in [(k[:, :, :1], v[:, :, :1]), (k[..., :8], v), (k[0], v[0])]:
+        with pytest.raises(BackendError, match=r"of one B, H and D"):
+            form(q, other_k, other_v)
+    with pytest.raises(BackendError, match=r"of one B, H and D"):
+        form(torch.cat([q, q]), k, v)
+    with pytest.raises(BackendError, match="boolean bias"):
+        form(q, k, v, torch.ones(1, 1, 1, k.shape[1], dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_numbers_need_not_lie_side_by_side(dtype: torch.dtype) -> None:
+    use = [x.to(dtype) for x in inputs("few queries, many keys")]
+    spread = [torch.stack([x, x], -1).flatten(-2)[..., ::2] for x in use]
+    assert torch.equal(attend_lse(*spread).out, attend_lse(*use).out)
+    parts = [attend_chunked(q, k, v, 64) for q, k, v in (spread, use)]
+    assert torch.equal(*parts)
+
+
+@pytest.mark.parametrize("tokens", [64, 1000])
+@pytest.mark.parametrize("form", [attend_lse, attend_lse_math])
+def test_what_is_no_number_stays_so(form: Callable[..., Partial], tokens: int) -> None:
+    q, k, v = inputs("few queries, many keys")
+    q[:, 3, 1] = torch.nan
+    out = attend_chunked(q, k, v, tokens, form)
+    assert out[:, 3, 1].isnan().all()
+    assert not out[:, 4:].isnan().any()
 
 
 def test_values_may_be_wider_than_keys() -> None:

@@ -77,6 +77,14 @@ def test_a_plan_is_refused_where_the_model_is_too_small_for_it() -> None:
             resolve_attention(text, SCOPE)
 
 
+def test_a_range_that_is_turned_round_is_told_so() -> None:
+    for text in ("window,layers:3-1=full", "window,layers:1-0=full"):
+        with pytest.raises(RequestError, match="ends before it begins; layers:"):
+            check_attention(text)
+    with pytest.raises(RequestError, match="names no layers or steps"):
+        check_attention("window,layers:0\n=full")
+
+
 def test_a_window_in_the_request_says_what_is_in_reach() -> None:
     assert layout_of("topk:0.5", window_given=False) == "global"
     assert layout_of("topk:0.5", window_given=True) == "window"

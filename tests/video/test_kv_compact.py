@@ -140,9 +140,12 @@ def test_the_command_line_stores_less_and_says_so(
         request, Target(tmp_path / "a.mp4"), EngineOptions(kv_cache="int8"), storage=storage
     )
     assert made.receipt["plan"]["kv_cache"] == "int8"
-    # what the latents depend on is kept: they do not go on in another cache
-    with pytest.raises(ResumeError, match="kv_cache=None: the stored rollout has 'int8'"):
-        generate(None, Target(tmp_path / "b.mp4"), storage=Storage(resume=tmp_path / "kept"))
+    # what the latents depend on is kept: they go on in the same cache, and in no other
+    again = Storage(resume=tmp_path / "kept")
+    resumed = generate(None, Target(tmp_path / "b.mp4"), storage=again)
+    assert resumed.receipt["plan"]["kv_cache"] == "int8"
+    with pytest.raises(ResumeError, match="kv_cache='bf16': the stored rollout has 'int8'"):
+        generate(None, Target(tmp_path / "c.mp4"), EngineOptions(kv_cache="bf16"), storage=again)
     assert main(["plan", "a red ball", "--kv-cache", "int8", "--json"]) == 0
     assert '"kv_cache": "int8"' in capsys.readouterr().out
 

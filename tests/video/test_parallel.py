@@ -30,7 +30,8 @@ JOBS = ("parity-4", "parity-2", "counts", "shapes", "decode", "leaving", "silent
 SPAWN_LIMIT_S = 900.0
 # a whole rollout in float32 against one rank
 LATENTS = 1e-5
-# a cache that stores less, where ranks compute its numbers in another order: rms of the latents
+# a cache that stores less, where ranks compute its numbers in another order: rms of the latents of
+# the tests' own model; on papercut it is more, docs/log.md
 STORED = 0.001
 CACHE_MODES = ("window", "global", "chunked", "reading", "guided")
 CELLS = {case: dict(zip(PARALLEL_COLUMNS, cells, strict=True)) for case, cells in PARALLEL.values()}

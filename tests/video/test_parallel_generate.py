@@ -21,7 +21,14 @@ from safetensors.torch import load_file
 
 from longtake.errors import RequestError
 from longtake.video.options import EngineOptions, SilentObserver, Storage
-from longtake.video.parallel_layout import Facts, Layout, Place, bytes_a_layer, resolve_layout
+from longtake.video.parallel_layout import (
+    Facts,
+    Layout,
+    Place,
+    bytes_a_layer,
+    most_ranks,
+    resolve_layout,
+)
 from longtake.video.prepare import plan_request, prepare
 from longtake.video.request import VideoRequest
 
@@ -214,6 +221,15 @@ def test_auto_sends_least_first() -> None:
     assert resolve_layout("auto", plain, 4) == Layout(4)
     assert resolve_layout("auto", plain, 8) == Layout(4, 2)
     assert resolve_layout("auto", plain, 5) == Layout(1, 5)
+
+
+def test_auto_takes_as_many_ranks_as_can_share() -> None:
+    small = Facts(heads=4, frame_tokens=40, latent_rows=10, guided=False)
+    assert [most_ranks(there, small) for there in (1, 2, 7, 10, 16, 64)] == [1, 2, 7, 10, 10, 10]
+    ranked = Facts(12, 1560, 60, guided=False, readings=("topk",))
+    assert most_ranks(8, ranked) == 6
+    with pytest.raises(RequestError, match=r"ulysses=999\d* is not a number of ranks"):
+        resolve_layout(f"ulysses={'9' * 5000}", small)
 
 
 def test_ulysses_sends_new_tokens_only() -> None:

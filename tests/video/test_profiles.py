@@ -134,6 +134,24 @@ def test_a_profile_that_leaves_keys_out_is_a_warning(model: Path) -> None:
     assert plan.profile["exact"] is False
 
 
+def test_a_profile_that_the_request_leaves_no_room_for_is_not_used(
+    model: Path, tmp_path: Path
+) -> None:
+    profile = profile_for(model, attention="window,steps:9=full")
+    write_profile(automatic(profile), profile)
+    plan = plan_of(model)
+    assert (plan.attention, plan.profile["attention"], plan.profile["backend"]) == (
+        "window",
+        None,
+        "sdpa",
+    )
+    assert [w for w in plan.warnings if w.startswith("not used: attention of profile")]
+    named = tmp_path / "named.json"
+    write_profile(named, profile)
+    with pytest.raises(RequestError, match="attention="):
+        plan_of(model, profile=str(named))
+
+
 def test_stored_chunks_go_on_as_they_were_made(model: Path, tmp_path: Path) -> None:
     """A profile that comes or goes between two runs changes nothing of a rollout under way."""
     request = VideoRequest(prompt="a", model=str(model), num_frames=9, seed=3)
@@ -204,7 +222,14 @@ def test_a_damaged_profile_is_refused_where_named_and_told_where_found(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("backend", "swift"), ("attention", "sideways"), ("exact", "yes"), ("error", None)],
+    [
+        ("backend", "swift"),
+        ("attention", "sideways"),
+        ("exact", "yes"),
+        ("error", None),
+        ("error", float("nan")),
+        ("error_bound", -5),
+    ],
 )
 def test_every_field_of_a_profile_is_checked(
     model: Path, tmp_path: Path, field: str, value: Any
