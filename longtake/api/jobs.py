@@ -109,9 +109,11 @@ def trash_video(video_id: VideoId, service: ServiceDep, who: Owner) -> Response:
 
 @router.post("/{video_id}/restore", response_model=Video, responses=CHANGED)
 def restore_video(video_id: VideoId, service: ServiceDep, who: Owner) -> Response:
-    """Take a video out of the trash."""
+    """Take a video out of the trash; one that was cancelled by it is queued again."""
     find_video(service, who, video_id)
-    return video_response(service.store.submissions.restore(video_id, who.id))
+    job = service.store.submissions.restore(video_id, who.id, who.limits)
+    service.submitted()
+    return video_response(job)
 
 
 @router.patch(

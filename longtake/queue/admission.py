@@ -29,7 +29,7 @@ from longtake.video.request import (
     request_from_mapping,
     request_to_mapping,
 )
-from longtake.video.vocabulary import vocabulary_warnings
+from longtake.video.vocabulary import check_lengths, vocabulary_warnings
 
 INPUT, JOB = "input:", "job:"
 MAX_CLIP_FRAMES = 4096  # frames of a clip that the engine reads
@@ -96,6 +96,7 @@ class Admission:
         texts = [request.prompt, *(t.prompt for t in request.prompts)]
         if request.negative_prompt:
             texts.append(request.negative_prompt)
+        check_lengths(manifest, request)
         warnings = vocabulary_warnings(manifest, texts)
         plan = make_plan(request, manifest, shape, inputs=inputs, warnings=warnings)
         return replace(plan, kv_cache=self._settings.kv_cache), used

@@ -162,7 +162,7 @@ class JobRunner:
             lease.nudge()
 
     def _begin(self, job: Job) -> None:
-        self.tracker = Tracker(self._settings)
+        self.tracker = Tracker(self._settings, job.chunks_done)
         with self._guard:
             self._sent, self._asked_at = False, None
             if self._stop is not Stop.SHUTDOWN:

@@ -123,39 +123,15 @@ class Submissions:
             if job.state not in (JobState.FAILED, JobState.CANCELLED):
                 raise ConflictError(f"a {job.state} video cannot be tried again", "not_finished")
             _check_unused(conn, job)
-            Quotas(self._db, conn, self._files).admit(job.owner, limits or {}, 1)
-            queued = move(
-                self._db,
-                conn,
-                [job.state],
-                JobState.QUEUED,
-                jobs.c.id == job.id,
-                values={
-                    "position": self._db.now,
-                    "not_before": 0.0,
-                    "attempt": 0,
-                    "strikes": 0,
-                    "strike_chunk": None,
-                    "paused": False,
-                    "cancel_requested": False,
-                    "keep_chunks": False,
-                    "error": None,
-                    "completed_at": None,
-                    "expires_at": None,
-                    "trashed_at": None,
-                    "progress": {},
-                },
-            )
-            if queued is None:
-                raise ConflictError("the video changed in the meantime; try again")
-            self._outbox.add(conn, [queued.queue])
-            entry = NewEvent(job.id, job.owner, "video.requeued", {"reason": "retry"})
+            queued, entry = self._queue_again(conn, job, limits, "retry", self._db.now)
             self._events.extend(conn, [entry])
         return queued
 
     @again
     def trash(self, job_id: str, owner: str | None) -> Job:
         """Put a job into the trash, from where it is deleted later; one that goes on is cancelled.
+
+        What is finished of it stays until then, so that ``restore`` can have it go on.
 
         Raises:
             NotFoundError: there is no such job of this owner.
@@ -164,24 +140,34 @@ class Submissions:
             job = self._locked(conn, job_id, owner)
             if job.trashed_at is not None:
                 return job
-            _, entries = self._cancel(conn, job, keep_chunks=False)
+            # in this order: its times tell ``restore`` that the trash has ended it
             job = self._set(conn, job_id, trashed_at=self._db.now)
+            job, entries = self._cancel(conn, job, keep_chunks=True)
             self._tell(conn, job, *entries, fields=["trashed_at"])
         return job
 
     @again
-    def restore(self, job_id: str, owner: str | None) -> Job:
-        """Take a job out of the trash; one that was cancelled by it stays so until ``retry``.
+    def restore(
+        self, job_id: str, owner: str | None, limits: Mapping[str, int] | None = None
+    ) -> Job:
+        """Take a job out of the trash; one that was cancelled by it is queued again, at its place.
 
         Raises:
             NotFoundError: there is no such job of this owner.
+            LimitError: it is to be queued again, and a quota is used up, as for ``submit``.
         """
         with self._db.write() as conn:
             job = self._locked(conn, job_id, owner)
             if job.trashed_at is None:
                 return job
-            job = self._set(conn, job_id, trashed_at=None)
-            self._tell(conn, job, fields=["trashed_at"])
+            entries = []
+            ended_at = job.completed_at or 0.0
+            if job.state == JobState.CANCELLED and ended_at >= job.trashed_at:
+                job, entry = self._queue_again(conn, job, limits, "restore", job.position)
+                entries.append(entry)
+            else:
+                job = self._set(conn, job_id, trashed_at=None)
+            self._tell(conn, job, *entries, fields=["trashed_at"])
         return job
 
     @again
@@ -208,6 +194,42 @@ class Submissions:
         with self._db.write() as conn:
             old = idempotency.c.created_at < self._db.now - self._policy.idempotency_s
             return conn.execute(delete(idempotency).where(old)).rowcount
+
+    def _queue_again(
+        self,
+        conn: Connection,
+        job: Job,
+        limits: Mapping[str, int] | None,
+        reason: str,
+        position: object,
+    ) -> tuple[Job, NewEvent]:
+        Quotas(self._db, conn, self._files).admit(job.owner, limits or {}, 1)
+        queued = move(
+            self._db,
+            conn,
+            [job.state],
+            JobState.QUEUED,
+            jobs.c.id == job.id,
+            values={
+                "position": position,
+                "not_before": 0.0,
+                "attempt": 0,
+                "strikes": 0,
+                "strike_chunk": None,
+                "paused": False,
+                "cancel_requested": False,
+                "keep_chunks": False,
+                "error": None,
+                "completed_at": None,
+                "expires_at": None,
+                "trashed_at": None,
+                "progress": {},
+            },
+        )
+        if queued is None:
+            raise ConflictError("the video changed in the meantime; try again")
+        self._outbox.add(conn, [queued.queue])
+        return queued, NewEvent(job.id, job.owner, "video.requeued", {"reason": reason})
 
     def _cancel(self, conn: Connection, job: Job, keep_chunks: bool) -> tuple[Job, list[NewEvent]]:
         if job.state == JobState.QUEUED:

@@ -20,6 +20,10 @@ from longtake.settings import Settings
 class Tracker:
     """Follows one attempt.
 
+    Args:
+        settings: the service's limits.
+        stored: chunks that earlier attempts have stored: while those are read again, they count.
+
     Attributes:
         phase: starting, loading, encoding, generating, decoding or finishing.
         chunk: the one in work, from 0.
@@ -28,7 +32,8 @@ class Tracker:
         step_at: time of the last finished step, seconds since 1970.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, stored: int = 0) -> None:
+        self._before = stored
         self._limits = {
             "starting": settings.start_limit_s,
             "loading": settings.load_limit_s,
@@ -93,9 +98,9 @@ class Tracker:
         fps = self._frames / elapsed if elapsed > 0 and self._frames else None
         return {
             "phase": self.phase,
-            "chunk": self.chunk,
+            "chunk": max(self.chunk, self._before),
             "chunks": self._chunks,
-            "step": self._step,
+            "step": self._step if self.chunk >= self._before else 0,
             "steps": self._steps,
             "fps": None if fps is None else round(fps, 2),
             "eta_seconds": self._eta(elapsed),
@@ -105,7 +110,7 @@ class Tracker:
         """Seconds to go at the pace of this attempt's steps, None before the first."""
         if not self._made or not self._steps:
             return None
-        left = max(self._chunks - self.chunk, 0) * self._steps - self._step
+        left = max(self._chunks - max(self.chunk, self._before), 0) * self._steps - self._step
         return round(max(left, 0) * elapsed / self._made, 1)
 
     def _move_to(self, chunk: int | None) -> None:

@@ -38,7 +38,7 @@ from longtake.video.request import VideoRequest
 from longtake.video.rollout import Chunk, Denoised, OnLatents, rollout
 from longtake.video.shapes import read_shape
 from longtake.video.source import ModelSource
-from longtake.video.vocabulary import vocabulary_warnings
+from longtake.video.vocabulary import check_lengths, vocabulary_warnings
 
 
 def prepare_hybrid(
@@ -123,6 +123,7 @@ def plan_hybrid(
         given = read_given(request, size, fps, shape.vae.stride_time, latent_shape)
     texts = [request.prompt, *(t.prompt for t in request.prompts), request.negative_prompt or ""]
     changes = [f"input: {change}" for change in given.notes.get("changes", ())]
+    check_lengths(manifest, request)
     warnings = (*vocabulary_warnings(manifest, texts), *changes, *notes)
     make = partial(make_plan, inputs=given.inputs, itemsize=ITEM_SIZES[dtype])
     try:

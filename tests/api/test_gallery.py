@@ -211,3 +211,143 @@ def test_scripts_stay_small() -> None:
     total = sum(path.stat().st_size for path in STATIC.rglob("*.js"))
     assert total < 150_000
     assert (STATIC / "vendor" / "LICENSE-htmx.txt").is_file()
+
+
+def _row(text: str, name: str) -> re.Match[str] | None:
+    pattern = rf"<tr([^>]*)><th scope=\"row\">{name}(?: <em>.*?</em>)?</th>(.*?)</tr>"
+    return re.search(pattern, text, re.DOTALL)
+
+
+def test_later_prompts_and_what_not_to_show_are_told(api: Any) -> None:
+    later = [{"at": 1, "prompt": "a blue star"}, {"at": 2.5, "prompt": "a pink fish"}]
+    one = api.submit(num_frames=81, seed=1, prompts=later, negative_prompt="grey")
+    two = api.submit(num_frames=81, seed=1, prompts=[{"at": 1, "prompt": "a red star"}])
+    with browse(api) as client:
+        page = client.get(f"/videos/{one.id}").text
+        listed = re.findall(r"<li><span>at (.*?) s</span> (.*?)</li>", page)
+        assert listed == [("1", "a blue star"), ("2.5", "a pink fish")]
+        row = _row(page, "prompts")
+        assert row is not None
+        assert row[2] == "<td>at 1 s: a blue star\nat 2.5 s: a pink fish</td>"
+        row = _row(page, "negative_prompt")
+        assert row is not None
+        assert row[2] == "<td>grey</td>"
+        compared = client.get(f"/compare?ids={one.id},{two.id}").text
+        for name, values in (
+            (
+                "prompts",
+                "<td>at 1 s: a blue star\nat 2.5 s: a pink fish</td><td>at 1 s: a red star",
+            ),
+            ("negative_prompt", "<td>grey</td><td></td>"),
+        ):
+            row = _row(compared, name)
+            assert row is not None, name
+            assert "data-differs" in row[1]
+            assert row[2].startswith(values)
+        row = _row(compared, "seed")
+        assert row is not None
+        assert "data-differs" not in row[1]
+
+
+def test_a_stopped_video_is_as_long_as_what_there_is(api: Any, api_maker: Any) -> None:
+    api.submit(num_frames=None, seconds=5)
+    job = api_maker.claim()
+    api_maker.chunk(job, 0)
+    api.http.post(f"/v1/videos/{job.id}/cancel", json={"keep": True})
+    api.service.store.leases.cancelled(job.id, job.fence, api_maker.results(job, frames=8))
+    with browse(api) as client:
+        page = client.get(f"/videos/{job.id}").text
+    assert "<dd>0.5 s, 8 frames at 16 fps</dd>" in page
+    for name, value in (
+        ("num_frames", f"8 of {job.plan['num_frames']}"),
+        ("seconds", "0.5 of 5"),
+        ("chunks", f"1 of {job.plan['chunks']}"),
+    ):
+        row = _row(page, name)
+        assert row is not None, name
+        assert row[2] == f"<td>{value}</td>"
+
+
+def test_a_remix_says_what_it_starts_from(api: Any, api_maker: Any, media: Any) -> None:
+    from_image = api.http.post(
+        "/v1/videos",
+        data={"prompt": "a red ball", "num_frames": 9},
+        files={"input_reference": ("start.webp", media.picture, "image/webp")},
+    ).json()
+    plain = api.submit()
+    api_maker.make_all()
+    extended = api.http.post(
+        "/v1/videos/extensions",
+        json={"prompt": "a red ball", "seconds": 5, "video": {"id": plain.id}},
+    ).json()
+    with browse(api) as client:
+        chip = r'<p class="kept" data-kept><span class="tag">(.*?)</span> It stays'
+        found = re.search(chip, client.get(f"/?from={from_image['id']}&as=remix").text)
+        assert found is not None
+        assert found[1] == "starts from the image of the original"
+        found = re.search(chip, client.get(f"/?from={extended['id']}&as=remix").text)
+        assert found is not None
+        assert found[1].startswith(f'starts from video <a href="/videos/{plain.id}">')
+        assert re.search(chip, client.get(f"/?from={plain.id}&as=remix").text) is None
+        shown = _command(client.get(f"/videos/{from_image['id']}").text)
+        assert shown[0] == "# FILE: the image that it starts from, use your own copy of it"
+        assert "--image FILE" in shown[1]
+        shown = _command(client.get(f"/videos/{extended['id']}").text)
+        assert shown[0].endswith(f"download it from {api.url}/v1/videos/{plain.id}/content")
+        assert "--video FILE" in shown[1]
+
+
+def _command(page: str) -> list[str]:
+    found = re.search(r'<pre id="copy-CLI" hidden>(.*?)</pre>', page, re.DOTALL)
+    assert found is not None
+    return found[1].splitlines()
+
+
+def test_search_takes_words_in_any_order(api: Any) -> None:
+    job = api.submit(prompt="a Yellow star")
+    api.submit(prompt="a yellow ball")
+    with browse(api) as client:
+        for path in ("/?q=star+yellow", f"/gallery/cards?q=STAR++yellow&ids={job.id}"):
+            assert re.findall(r'<article class="card" id="card-(\w+)"', client.get(path).text) == [
+                job.id
+            ], path
+        other = client.get(f"/gallery/cards?q=star+ball&ids={job.id}").text
+        assert job.id not in other
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("seed=abc", "Seed &#34;abc&#34; is not a whole number from 0. It filters nothing."),
+        ("state=bogus", "State &#34;bogus&#34; is none of queued, in_progress,"),
+        ("since=xx", "From &#34;xx&#34; is not a date such as 2026-11-30. It filters nothing."),
+        ("until=2026-13-01&seed=-1", "They filter nothing."),
+        ("seed=7&state=queued&since=2026-11-30", None),
+    ],
+)
+def test_a_filter_that_is_not_understood_is_named(api: Any, query: str, words: str | None) -> None:
+    with browse(api) as client:
+        for headers in ({}, {"hx-request": "true"}):
+            page = client.get(f"/?{query}", headers=headers).text
+            if words is None:
+                assert "filters nothing" not in page
+            else:
+                assert words in page
+
+
+def test_lists_tell_takes_apart_and_errors_to_their_end(api: Any, api_maker: Any) -> None:
+    message = "size='300x200': " + "a reason that is long " * 12 + "; 128x80 or 256x160"
+    for seed in (4711, 4712, 4713):
+        api.submit(seed=seed)
+    failed = api_maker.claim()
+    api.service.store.leases.fail(failed.id, failed.fence, {"code": "x", "message": message})
+    api_maker.claim()
+    with browse(api) as client:
+        queue, wall = client.get("/queue").text, client.get("/").text
+    assert re.findall(r"<span>seed (\d+)</span>", queue) == ["4712", "4713", "4711"]
+    note = re.search(r'<p class="note wrong">(.*?)</p>', wall)
+    assert note is not None
+    assert len(note[1]) < 160
+    assert note[1].startswith("size=")
+    assert note[1].endswith("; 128x80 or 256x160")
+    assert 'data-do="compare" title="2 to 4 videos"' in wall

@@ -214,6 +214,27 @@ def test_trash_hides_cancels_and_restores(desk: Desk) -> None:
     assert desk.told(queued) == ["queued", "cancelled", "updated"]
 
 
+def test_what_the_trash_ended_goes_on_after_restore(desk: Desk) -> None:
+    trash, restore = desk.store.submissions.trash, desk.store.submissions.restore
+    first, second, third = (desk.submit(name) for name in ("first", "second", "third"))
+    running = desk.claim()
+    desk.store_chunk(running, 0)
+    assert trash(running.id, "local").cancel_requested
+    desk.store.leases.cancelled(running.id, running.fence)
+    trash(second.id, "local")
+    desk.store.submissions.cancel(third.id, "local")
+    trash(third.id, "local")
+    desk.submit("fourth")
+    with pytest.raises(LimitError):
+        restore(second.id, "local", {"max_queued": 1})
+    back = [restore(job.id, "local") for job in (first, second, third)]
+    assert [job.state for job in back] == [JobState.QUEUED, JobState.QUEUED, JobState.CANCELLED]
+    assert [job.position for job in back] == [first.position, second.position, third.position]
+    assert [job.chunks_done for job in back] == [1, 0, 0]
+    assert not any(job.trashed_at or job.cancel_requested for job in back)
+    assert desk.told(second)[-3:] == ["updated", "requeued", "updated"]
+
+
 @pytest.mark.parametrize("state", ["queued", "running", "completed"])
 def test_delete_leaves_nothing_but_its_event(desk: Desk, state: str) -> None:
     job = desk.submit()

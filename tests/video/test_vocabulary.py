@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from longtake.errors import ModelError
+from longtake.errors import ModelError, RequestError
+from longtake.schedulers.prompts import TimedPrompt
 from longtake.video.manifest import ComponentRef, Manifest
+from longtake.video.request import VideoRequest
 from longtake.video.source import find_model
-from longtake.video.vocabulary import unknown_words, vocabulary_warnings
+from longtake.video.vocabulary import check_lengths, unknown_words, vocabulary_warnings
 
 
 @pytest.fixture
@@ -46,6 +48,20 @@ def test_one_warning_names_them_all(bundled: Manifest) -> None:
 def test_an_open_vocabulary_knows_every_word(bundled: Manifest) -> None:
     opened = replace(bundled, closed_vocabulary=False)
     assert vocabulary_warnings(opened, ["a dragon"]) == ()
+
+
+def test_a_prompt_that_is_too_long_names_its_field(bundled: Manifest) -> None:
+    long = "ball " * 40
+    check_lengths(bundled, VideoRequest(prompt="ball " * 30))
+    for field, request in [
+        ("prompt", VideoRequest(prompt=long)),
+        ("negative_prompt", VideoRequest(prompt="a", negative_prompt=long)),
+        ("prompts", VideoRequest(prompt="a", prompts=(TimedPrompt(1.0, long),))),
+    ]:
+        with pytest.raises(RequestError, match=r"has 4\d tokens, papercut reads 32") as caught:
+            check_lengths(bundled, request)
+        assert caught.value.field == field
+        check_lengths(replace(bundled, closed_vocabulary=False), request)
 
 
 def test_without_a_tokenizer_nothing_can_be_said(bundled: Manifest) -> None:

@@ -17,12 +17,15 @@ from longtake.queue.messages import (
     Finished,
     LatentsStored,
     Pictured,
+    Planned,
     Stage,
     StepDone,
     StepStarted,
 )
 from longtake.queue.records import ArtifactKind, ErrorCode, JobState
 from longtake.queue.runner import Outcome, Stop
+from longtake.queue.tracker import Tracker
+from longtake.settings import Settings
 
 if TYPE_CHECKING:
     from tests.queue.workers.conftest import Rig, ScriptedEngine
@@ -386,3 +389,19 @@ def test_what_a_request_starts_from_must_be_there(rig: Rig, reference: str) -> N
     assert error is not None
     assert error["code"] == "invalid_request"
     assert rig.engine.works == []
+
+
+def test_progress_never_goes_back_while_stored_chunks_are_read_again() -> None:
+    tracker = Tracker(Settings(), 2)
+    shown = []
+    for message in (
+        Planned({}, 4, 2),
+        Stage("loading", None),
+        ChunkDone(0, 9, 9, reused=True, timings={}, files=()),
+        ChunkDone(1, 9, 18, reused=True, timings={}, files=()),
+        StepStarted(2, 0),
+        StepDone(2, 4, 1, 2),
+    ):
+        tracker.see(message)
+        shown.append((tracker.progress["chunk"], tracker.progress["step"]))
+    assert shown == [(2, 0)] * 5 + [(2, 1)]
