@@ -248,6 +248,19 @@ def read_fields(model: type[B], fields: Mapping[str, Any]) -> B:
         raise _refusal(model, error) from None
 
 
+# in place of pydantic's own, which speak of parsing
+WORDS = {
+    "float_parsing": "is not a number",
+    "float_type": "is not a number",
+    "int_parsing": "is not a whole number",
+    "int_type": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "bool_parsing": "is neither true nor false",
+    "bool_type": "is neither true nor false",
+    "string_type": "is not a text",
+}
+
+
 def _refusal(model: type[BaseModel], error: ValidationError) -> ApiError:
     faults: list[tuple[str, str]] = []
     code = "invalid_value"
@@ -263,7 +276,8 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> ApiError:
             code = "missing_field" if not faults else code
             faults.append((pointer, "is missing"))
         else:
-            faults.append((pointer, str(item["msg"]).removeprefix("Value error, ")))
+            told = WORDS.get(item["type"], str(item["msg"]).removeprefix("Value error, "))
+            faults.append((pointer, told))
     pointer, detail = faults[0]
     field = pointer[1:].partition("/")[0]
     shown = field if len(field) <= 80 else f"{field[:60]}..."
