@@ -47,7 +47,7 @@ class ListQuery(BaseModel):
     order: Literal["asc", "desc"] = "desc"
     status: Literal["queued", "in_progress", "completed", "failed", "cancelled"] | None = None
     model: Text | None = None
-    q: Text | None = Field(None, max_length=500, description="part of the prompt")
+    q: Text | None = Field(None, max_length=500, description="words of the prompt, in any order")
     batch_id: Text | None = Field(None, max_length=64)
     parent_id: Text | None = Field(None, max_length=64)
     starred: bool | None = None

@@ -11,9 +11,7 @@ from playwright.sync_api import expect
 
 from longtake.queue.records import NewJob, WorkerRecord
 
-HOSTILE = (
-    "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'> & \"quotes\" {{ 7 * 7 }}"
-)
+HOSTILE = "<script>window.hurt = 1</script><img src=x onerror='hurt = 1'> & \"quotes\" {{ 7 * 7 }}"
 NARROW = 360
 SIZES = ((NARROW, 740), (1280, 800), (2560, 1440))
 # five chunks as the receipt of a video of 49 frames lists them, with measurements beside
@@ -209,7 +207,10 @@ def test_plan_says_what_is_legal(site: Any, visitor: Any) -> None:
     expect(page.locator("#plan")).to_contain_text("33 frames")
     page.locator(".options summary").click()
     page.get_by_label("Size").fill("300x200")
-    expect(page.locator("#size-error")).to_contain_text("128x80")
+    # what is legal stands there once, as a button
+    expect(page.locator("#size-error")).to_have_text(
+        "size='300x200': papercut makes no such size: 128x80"
+    )
     expect(page.get_by_label("Size")).to_have_attribute("aria-invalid", "true")
     page.locator("#size-error button").click()
     expect(page.locator("#plan")).to_contain_text("33 frames")
@@ -225,6 +226,33 @@ def test_plan_says_what_is_legal(site: Any, visitor: Any) -> None:
     job = site.store.listings.page("local").jobs[0]
     assert job.request["prompts"] == [{"at": 1.0, "prompt": "a blue star"}]
     assert job.request["size"] == "128x80"
+
+
+def test_numbers_that_are_none_are_refused_unsent(site: Any, visitor: Any) -> None:
+    page = visitor.open(site.url)
+    sent: list[str] = []
+    page.get_by_label("Prompt", exact=True).fill("a red ball")
+    expect(page.locator("#plan")).to_contain_text("81 frames")
+    page.on("request", lambda request: sent.append(request.method))
+    for label, good, words, values in (
+        ("Takes", "1", "Takes: a whole number, 1 to 16", ("99", "0", "-1", "2.5", "", "abc")),
+        ("Seconds", "", "Seconds: a number of seconds, such as 5", ("abc", "0")),
+        ("Seed", "", "Seed: a whole number from 0", ("abc", "-1", "1.5")),
+    ):
+        field = page.locator(f"#{label.lower()}")
+        for value in values:
+            field.fill(value)
+            page.get_by_role("button", name="Generate").click()
+            expect(page.locator(f"#{label.lower()}-error")).to_have_text(words)
+            expect(field).to_have_attribute("aria-invalid", "true")
+            expect(field).to_be_focused()
+        assert "POST" not in sent, label
+        field.fill(good)
+        expect(page.locator("#plan")).to_contain_text("81 frames")
+        sent.clear()
+    page.get_by_label("Takes").fill("2")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("article.card")).to_have_count(2)
 
 
 def test_plan_says_how_long_it_takes_once_one_is_made(

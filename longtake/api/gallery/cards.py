@@ -86,9 +86,14 @@ class Card:
         return f"{self.job.fence}-{self.job.chunks_done}"
 
     @property
+    def frames(self) -> int:
+        """How many frames the video has, or is to have."""
+        return num_frames(self.job)
+
+    @property
     def seconds(self) -> float:
         """How long the video is, or is to be."""
-        return num_frames(self.job) / float(self.job.plan["fps"])
+        return self.frames / float(self.job.plan["fps"])
 
     @property
     def made_in_s(self) -> float | None:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longtake.api.objects import public_request
+from longtake.api.objects import num_frames, public_request
 from longtake.api.service import Service
 from longtake.errors import NotFoundError
+from longtake.queue.admission import INPUT, JOB
 from longtake.queue.listings import Filters
 from longtake.queue.records import ArtifactKind, ChunkRecord, Job
 
@@ -48,6 +49,14 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """What a video starts from: an ``image`` or a ``video``, and which one if it was made here."""
+
+    kind: str
+    video_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Copies:
     """The request as text to copy."""
 
@@ -71,20 +80,40 @@ def receipt_of(service: Service, job: Job) -> dict[str, Any] | None:
 
 
 def parameters(job: Job) -> list[tuple[str, str, bool]]:
-    """Name, value and whether the caller asked for it; what the plan resolved comes with it."""
-    asked = public_request(job)
-    rows = [
-        (name, _shown(value), True)
-        for name, value in asked.items()
-        if name not in ("prompt", "prompts", "negative_prompt")
-    ]
+    """Name, value and whether the caller asked for it; what the plan resolved comes with it.
+
+    The prompt is left out: whoever shows the rows has it as their heading. The length of a video
+    that was stopped is that of what there is, of what was to be.
+    """
+    asked = {name: value for name, value in public_request(job).items() if name != "prompt"}
     resolved = ("mode", "num_frames", "fps", "size", "seconds", "chunks", "steps", "guidance_scale")
     plan = {"mode": job.mode, **job.plan}
-    return rows + [
-        (name, _shown(plan[name]), False)
-        for name in resolved
-        if plan.get(name) is not None and name not in asked
-    ]
+    values = {name: plan[name] for name in resolved if plan.get(name) is not None} | asked
+    made = _made(job)
+
+    def shown(name: str) -> str:
+        if name == "prompts":
+            return "\n".join(timed_text(timed) for timed in values[name])
+        text = _shown(values[name])
+        return f"{_shown(made[name])} of {text}" if name in made else text
+
+    names = [*asked, *(name for name in values if name not in asked)]
+    return [(name, shown(name), name in asked) for name in names]
+
+
+def timed_text(timed: Mapping[str, Any]) -> str:
+    """A later prompt in a line: ``at 1 s: a blue star``."""
+    return f"at {timed['at']:g} s: {timed['prompt']}"
+
+
+def start_of(job: Job) -> Start | None:
+    """The image or video that a job starts from, if any."""
+    for kind in ("image", "video"):
+        reference = str(job.request.get(kind) or "")
+        if reference.startswith((INPUT, JOB)):
+            made_here = reference.startswith(JOB)
+            return Start(kind, reference.removeprefix(JOB) if made_here else None)
+    return None
 
 
 def copies(job: Job, origin: str, *, keyed: bool) -> Copies:
@@ -96,7 +125,8 @@ def copies(job: Job, origin: str, *, keyed: bool) -> Copies:
         f"curl {origin}/v1/videos{header} \\\n  -H 'Content-Type: application/json' \\\n"
         f"  -d {shlex.quote(json.dumps(request, ensure_ascii=False))}"
     )
-    return Copies(body, curl, _python(request, origin, keyed=keyed), _command(request))
+    command = _command(request, start_of(job), origin)
+    return Copies(body, curl, _python(request, origin, keyed=keyed), command)
 
 
 def stages(receipt: Mapping[str, Any] | None, chunks: Iterable[ChunkRecord]) -> list[Stage]:
@@ -161,6 +191,15 @@ def lineage(service: Service, job: Job) -> tuple[Job | None, list[Job]]:
     return parent, page.jobs
 
 
+def _made(job: Job) -> dict[str, Any]:
+    """Frames, seconds and chunks of a video that has fewer than were asked for."""
+    frames = num_frames(job)
+    if frames == job.plan["num_frames"]:
+        return {}
+    seconds = round(frames / float(job.plan["fps"]), 2)
+    return {"num_frames": frames, "seconds": seconds, "chunks": job.chunks_done}
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.10g}"
@@ -196,15 +235,20 @@ def _python(request: Mapping[str, Any], origin: str, *, keyed: bool) -> str:
     return "\n".join(lines)
 
 
-def _command(request: Mapping[str, Any]) -> str:
+def _command(request: Mapping[str, Any], start: Start | None, origin: str) -> str:
+    """A shell's; what FILE is stands in a comment, since the service hands out no input."""
+    note = ""
     words = ["longtake", "generate", shlex.quote(str(request["prompt"]))]
     for timed in request.get("prompts", ()):
         words += ["--at", f"{timed['at']:g}", shlex.quote(timed["prompt"])]
     for name, value in request.items():
         if name in ("prompt", "prompts"):
             continue
-        if name == "input_reference":
-            words += ["--video" if "id" in value else "--image", "FILE"]
+        if name == "input_reference" and start is not None:
+            words += [f"--{start.kind}", "FILE"]
+            note = f"# FILE: the {start.kind} that it starts from, "
+            where = f"{origin}/v1/videos/{start.video_id}/content"
+            note += f"download it from {where}\n" if start.video_id else "use your own copy of it\n"
             continue
         words += [FLAGS.get(name, f"--{name.replace('_', '-')}"), shlex.quote(_shown(value))]
-    return " ".join([*words, "-o", "video.mp4"])
+    return note + " ".join([*words, "-o", "video.mp4"])

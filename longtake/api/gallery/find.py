@@ -17,6 +17,7 @@ from longtake.queue.store import Store
 
 PAGE_SIZE = 48
 MAX_IDS = 200
+MAX_SEED_DIGITS = 19  # those of 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,24 @@ class Query:
         fields = {name: getattr(self, name) for name in self.__slots__} | changes
         return urlencode({name: value for name, value in fields.items() if value})
 
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each value that is not understood, and filters nothing."""
+        found = []
+        if self.state and self.state not in STATES:
+            found.append(f'State "{self.state}" is none of {", ".join(STATES)}.')
+        if self.seed and self._seed is None:
+            found.append(f'Seed "{self.seed}" is not a whole number from 0.')
+        for name, date in (("From", self.since), ("Until", self.until)):
+            if date and _midnight(date) is None:
+                found.append(f'{name} "{date}" is not a date such as 2026-11-30.')
+        return found
+
+    @property
+    def _seed(self) -> int | None:
+        usable = self.seed.isdecimal() and len(self.seed) <= MAX_SEED_DIGITS
+        return int(self.seed) if usable else None
+
     def filters(self) -> Filters:
         """For the store. A value that is of no use, such as half a date, filters nothing."""
         return Filters(
@@ -55,7 +74,7 @@ class Query:
             starred=True if self.stars else None,
             trashed=bool(self.trash),
             tag=self.tag or None,
-            seed=int(self.seed) if self.seed.isdecimal() and len(self.seed) < 20 else None,
+            seed=self._seed,
             created_after=_midnight(self.since),
             created_before=_midnight(self.until, days=1),
         )
@@ -64,6 +83,7 @@ class Query:
         """True if the job would be among those found."""
         wanted = self.filters()
         seed = job.request.get("seed")
+        prompt = job.prompt.casefold()
         after, before = wanted.created_after, wanted.created_before
         return all(
             (
@@ -74,7 +94,7 @@ class Query:
                 wanted.seed in (None, seed),
                 not wanted.starred or job.starred,
                 wanted.tag is None or wanted.tag in job.tags,
-                not self.q or self.q.casefold() in job.prompt.casefold(),
+                all(word in prompt for word in self.q.casefold().split()),
                 after is None or job.created_at >= after,
                 before is None or job.created_at < before,
             )

@@ -199,11 +199,13 @@ def _source(request: Request, service: Service, who: Principal) -> dict[str, Any
         job = find_video(service, who, request.query_params.get("from", ""))
     except NotFoundError:
         return None
+    start = detail.start_of(job)
     return {
         "id": job.id,
         "action": action if action in ACTIONS else "remix",
         "request": public_request(job),
         "seconds": job.plan.get("seconds"),
+        "start": asdict(start) if start is not None else None,
         "title": " ".join(job.prompt.split())[:80],
     }
 

@@ -52,6 +52,15 @@ def size(value: float | None) -> str:
     return ""
 
 
+def middle(text: str, limit: int) -> str:
+    """A text that is too long without its middle: what is legal stands at the end."""
+    if len(text) <= limit:
+        return text
+    start = limit // 4
+    head, tail = text[:start].rpartition(" "), text[start + 3 - limit :].partition(" ")
+    return f"{head[0] or head[2]} … {tail[2] or tail[0]}"
+
+
 def number(value: Any) -> str:
     """A float without needless zeros, anything else as it is."""
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -79,6 +88,7 @@ FILTERS: dict[str, Callable[..., str]] = {
     "days": days,
     "timecode": timecode,
     "size": size,
+    "middle": middle,
     "number": number,
     "moment": moment,
     "day": day,

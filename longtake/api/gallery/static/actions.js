@@ -2,6 +2,7 @@
 
 import { ask } from "./ask.js";
 import { mark } from "./cards.js";
+import { numberOf } from "./numbers.js";
 import { pick, picked, pickNone } from "./select.js";
 import { toast, undoLast } from "./toast.js";
 import { $, base, call, timecode } from "./util.js";
@@ -41,7 +42,7 @@ function extend(id, card) {
     { name: "seconds", label: `Seconds of the whole (it is ${timecode(length)} now)`, value: String(Math.ceil(length) + 4), inputmode: "decimal" },
   ];
   return ask("Extend", fields, "Extend", async ({ prompt, seconds }) => {
-    const made = await call("POST", "/v1/videos/extensions", { prompt, seconds: Number(seconds), video: { id } });
+    const made = await call("POST", "/v1/videos/extensions", { prompt, seconds: numberOf("seconds", seconds), video: { id } });
     location.assign(`${base}/videos/${made.id}`);
   });
 }
@@ -56,8 +57,8 @@ function edit(id, button) {
   return ask("Change it while it waits", fields, "Change", (given) => {
     const changes = {};
     if (given.prompt !== prompt) changes.prompt = given.prompt;
-    if (given.seconds !== seconds) changes.seconds = Number(given.seconds);
-    if (given.seed !== seed) changes.seed = Number(given.seed);
+    if (given.seconds !== seconds) changes.seconds = numberOf("seconds", given.seconds);
+    if (given.seed !== seed) changes.seed = numberOf("seed", given.seed);
     return call("PATCH", video(id), changes);
   });
 }

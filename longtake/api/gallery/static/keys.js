@@ -57,7 +57,7 @@ const KEYS = {
     if (id) pick(id, !picked.has(id));
     return Boolean(id);
   },
-  c: () => picked.size >= 2 && (act("compare", null), true),
+  c: () => picked.size >= 2 && picked.size <= 4 && (act("compare", null), true),
   Delete: () => go("trash"),
   z: () => (undoLast(), true),
   " ": () => document.activeElement === document.body && play(),

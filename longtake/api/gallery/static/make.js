@@ -1,13 +1,13 @@
 // The form: what it would make is planned while it is filled in, and asked for when it is sent.
 
 import { mark } from "./cards.js";
+import { numberOf } from "./numbers.js";
 import { toast } from "./toast.js";
 import { $, $$, bytes, call, duration } from "./util.js";
 
 const PLAN_MS = 250;
-const MAX_TAKES = 16;
 const FIELDS = {
-  seconds: Number, seed: "seed", size: String, num_inference_steps: Number, guidance_scale: Number,
+  seconds: Number, seed: Number, size: String, num_inference_steps: Number, guidance_scale: Number,
   negative_prompt: String, mode: String,
 };
 
@@ -112,21 +112,17 @@ function pressed(event) {
   }
 }
 
-// The request as the form has it; its seed is text, since it may be larger than a number here.
+// The request as the form has it; throws what is wrong with a field.
 function read() {
   const request = { ...kept(), prompt: form.elements.prompt.value.trim() };
   if (form.elements.model.value) request.model = form.elements.model.value;
   for (const [name, kind] of Object.entries(FIELDS)) {
     const text = form.elements[name].value.trim();
-    if (!text) continue;
-    const number = Number(text.replace(",", "."));
-    if (kind === String || Number.isNaN(number)) request[name] = text;
-    else if (kind === "seed") request[name] = Number.isSafeInteger(number) ? number : text;
-    else request[name] = number;
+    if (text) request[name] = kind === String ? text : numberOf(name, text);
   }
   const timed = $$(".timed", form)
-    .map((row) => ({ at: Number($("[data-at]", row).value.replace(",", ".")), prompt: $("[data-text]", row).value.trim() }))
-    .filter((one) => one.prompt);
+    .filter((row) => $("[data-text]", row).value.trim())
+    .map((row) => ({ at: numberOf("at", $("[data-at]", row).value, "prompts"), prompt: $("[data-text]", row).value.trim() }));
   if (timed.length) request.prompts = timed;
   if (request.seconds !== undefined) delete request.num_frames;
   if (image) delete request.input_reference;
@@ -156,8 +152,16 @@ function changed() {
 }
 
 async function plan() {
-  const request = read();
   const mine = ++asked;
+  let request;
+  try {
+    request = read();
+    numberOf("takes", form.elements.takes.value);
+  } catch (slip) {
+    $("#plan").textContent = "";
+    complain(slip);
+    return;
+  }
   if (!request.prompt) {
     complain(null);
     $("#plan").textContent = "";
@@ -208,9 +212,12 @@ function complain(failure) {
   const field = form.elements[name];
   if (!(field instanceof HTMLElement)) return;
   field.setAttribute("aria-invalid", "true");
-  const legal = failure.message.split("; ").slice(1).join("; ");
+  const [reason, ...rest] = failure.message.split("; ");
+  const legal = rest.join("; ");
   const values = legal.match(/^[\w.-]+(?: or [\w.-]+)+$|^\d+x\d+$/) ? legal.split(" or ") : [];
-  for (const value of values.slice(0, 6)) {
+  // the buttons say what is legal, the text does not say it again
+  if (values.length) place.textContent = `${reason}: `;
+  for (const value of values) {
     const button = document.createElement("button");
     button.type = "button";
     button.className = "chip";
@@ -227,10 +234,10 @@ async function send(event) {
   if (button.getAttribute("aria-busy")) return;
   clearTimeout(timer);
   asked += 1;
-  const request = { ...read(), priority: Number(form.elements.priority.value) };
-  const takes = Math.max(1, Math.min(MAX_TAKES, Math.floor(Number(form.elements.takes.value)) || 1));
   button.setAttribute("aria-busy", "true");
   try {
+    const request = { ...read(), priority: Number(form.elements.priority.value) };
+    const takes = numberOf("takes", form.elements.takes.value);
     for (let k = 0; k < takes; k += 1) {
       // further takes of a given seed have the next ones
       const one = k && typeof request.seed === "number" ? { ...request, seed: request.seed + k } : request;
@@ -262,6 +269,7 @@ function setImage(file) {
   const picture = $("img", given);
   if (picture.src.startsWith("blob:")) URL.revokeObjectURL(picture.src);
   given.hidden = !file;
+  $("[data-kept]", form)?.toggleAttribute("hidden", Boolean(file));
   picture.removeAttribute("src");
   if (file) {
     options().open = true;
