@@ -62,8 +62,9 @@ def _tokenizer_of(manifest: Manifest) -> Tokenizer:
     ref = manifest.components["tokenizer"]
     place = (manifest.folder, ref)
     # looked up once: the service asks at every submission
-    path = _PLACES.get(place) or component_file(manifest, ref, "tokenizer.json")
-    _PLACES[place] = path
+    path = _PLACES.get(place)
+    if path is None or not path.is_file():
+        path = _PLACES[place] = component_file(manifest, ref, "tokenizer.json")
     try:
         return _tokenizer(path, path.stat().st_mtime_ns)
     except Exception as error:  # the library raises bare Exception
