@@ -89,7 +89,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class LatentsStored:
-    """A chunk is denoised and its latents are on the disk; it is not decoded yet.
+    """A chunk is denoised and its latents are written; it is not decoded yet.
 
     ``files`` holds its LATENTS, and with the first chunk the ROLLOUT.
     """
@@ -100,7 +100,7 @@ class LatentsStored:
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """A chunk is decoded and its segment is on the disk.
+    """A chunk is decoded and its segment is written.
 
     ``files`` holds SEGMENT and PREVIEW, with the first chunk INIT, and nothing that an earlier
     attempt had stored. ``reused`` is true where the latents came from an earlier attempt.
