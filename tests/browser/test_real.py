@@ -145,10 +145,9 @@ def test_plays_before_it_is_done_and_stops(service: str, visitor: Any) -> None:
     page.get_by_role("button", name="Stop").click()
     about = page.locator("article.video")
     expect(about).to_have_attribute("data-state", "cancelled", timeout=MADE_MS)
-    page.wait_for_function(
-        "() => document.querySelector('[data-player] video:not(.live)')?.readyState >= 2"
-    )
-    length = page.locator("[data-player] video").evaluate("video => video.duration")
+    finished = "[data-player] video:not(.live)"
+    page.wait_for_function(f"() => document.querySelector('{finished}')?.readyState >= 2")
+    length = page.locator(finished).evaluate("video => video.duration")
     assert 0.5 < length < 20
 
 

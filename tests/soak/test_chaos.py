@@ -6,6 +6,7 @@ Here 6 videos on SQLite. ``make soak`` asks for more: ``LONGTAKE_SOAK_JOBS``,
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -24,6 +25,7 @@ JOBS = int(os.environ.get("LONGTAKE_SOAK_JOBS", "6"))
 KINDS = os.environ.get("LONGTAKE_SOAK_KINDS", "sqlite").split(",")
 SEED = int(os.environ.get("LONGTAKE_SOAK_SEED", "1"))
 PARTS = ("engine", "worker", "api", "broker")
+ROUND = 3
 LIMIT_S = 150 + 30 * JOBS
 # of 2 to 4 chunks
 REQUESTS: tuple[dict[str, Any], ...] = tuple(
@@ -37,7 +39,7 @@ REQUESTS: tuple[dict[str, Any], ...] = tuple(
 
 
 class Chaos:
-    """Kills one part of a service at a time, while a video is being made, and waits for the next.
+    """Asks for videos a few at a time, and kills one part of the service while they are made.
 
     Between two kills at least one video is completed, so that no job is ever killed so often that
     its tries are used up.
@@ -49,20 +51,22 @@ class Chaos:
         self._parts: list[str] = []
         self.killed: list[str] = []
 
-    def run(self, goal: int, restart_database: Callable[[], None] | None = None) -> None:
-        """Kill until ``goal`` videos are there; the database is restarted once, half way."""
-        completed = first = self._service.completed()
-        while True:
-            now = self._next_moment(completed + 1, goal)
-            if now >= goal:
-                return
-            if restart_database is not None and now > (first + goal) / 2:
+    def run(self, jobs: int, restart_database: Callable[[], None] | None = None) -> list[str]:
+        """Ask for ``jobs`` videos, kill once in every ``ROUND``; the database once, half way."""
+        videos: list[str] = []
+        others = self._service.completed()
+        while len(videos) < jobs:
+            completed = self._service.completed()
+            first, last = len(videos), min(jobs, len(videos) + ROUND)
+            videos += [self._service.submit(i, **request_of(i)) for i in range(first, last)]
+            self._await_work(completed + 1, others + last)
+            if restart_database is not None and last >= jobs / 2:
                 restart_database()
                 self.killed.append("database")
                 restart_database = None
             else:
                 self.kill(self._next_part())
-            completed = now
+        return videos
 
     def kill(self, kind: str) -> None:
         """SIGKILL one process of a kind; returns once there is another in its place."""
@@ -83,15 +87,19 @@ class Chaos:
             self._parts = self._random.sample(PARTS, len(PARTS))
         return self._parts.pop()
 
-    def _next_moment(self, completed: int, goal: int) -> int:
-        """Wait until so many videos are there and another is begun; how many are there."""
+    def _await_work(self, completed: int, asked: int) -> None:
+        """Wait until so many videos are there and another is begun, or all that were asked for."""
 
-        def found() -> int | None:
+        def ready() -> bool:
             now = self._service.completed()
             begun = any(job.progress for job in self._service.running())
-            return now if now >= goal or (now >= completed and begun) else None
+            return now >= completed and (begun or now >= asked)
 
-        return self._service.until(f"{completed} videos and another begun", found)
+        self._service.until(f"{completed} videos and another begun", ready)
+
+
+def request_of(number: int) -> dict[str, Any]:
+    return REQUESTS[number % len(REQUESTS)]
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -117,11 +125,10 @@ def test_every_video_is_made_once_and_as_if_undisturbed(
     pixels = [service.pixels(video) for video in undisturbed]
     assert len(set(pixels)) == len(pixels)
 
-    videos = [service.submit(i, **REQUESTS[i % len(REQUESTS)]) for i in range(JOBS)]
     chaos = Chaos(service, SEED)
-    chaos.run(len(undisturbed) + JOBS, restart)
+    videos = chaos.run(JOBS, restart)
     sys.stdout.write(f"\n{kind}: {JOBS} videos, killed {' '.join(chaos.killed)}\n")
-    assert len(chaos.killed) >= min(JOBS // 3, len(PARTS))
+    assert len(chaos.killed) == math.ceil(JOBS / ROUND)
 
     jobs = service.until("the end", lambda: service.finished(videos))
     assert {job.state for job in jobs} == {JobState.COMPLETED}
