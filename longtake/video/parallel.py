@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,12 +158,17 @@ class Mesh:
         count = self.layout.ulysses
         if count == 1:
             return tensors_BSHD
-        stacked = torch.stack(tensors_BSHD)
-        parts = stacked.unflatten(3, (count, -1)).unbind(3)
-        kinds, batch, _, heads, dim = parts[0].shape
-        sizes = self._shares.own(self.place.ring)
-        shapes = [(kinds, batch, size, heads, dim) for size in sizes]
-        return torch.cat(self._ulysses.exchange(parts, shapes), 2).unbind(0)
+        kinds = len(tensors_BSHD)
+        batch, own, heads, dim = tensors_BSHD[0].shape
+        # tokens first: what comes from the ranks is then all tokens, as it lies
+        shape = (kinds, batch, heads // count, dim)
+        slots = self._ulysses.outgoing([(own, *shape)] * count, tensors_BSHD[0])
+        for kind, x_BSHD in enumerate(tensors_BSHD):
+            for slot, x_BShD in zip(slots, x_BSHD.chunk(count, 2), strict=True):
+                slot[:, kind].copy_(x_BShD.transpose(0, 1))
+        size = math.prod(shape)
+        came = self._ulysses.trade([n * size for n in self._shares.own(self.place.ring)])
+        return came.view(-1, *shape).transpose(0, 2).unbind(1)
 
     def to_tokens(self, x_BSHD: torch.Tensor) -> torch.Tensor:
         """Back from all tokens of own heads to own tokens of all heads."""

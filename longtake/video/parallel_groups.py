@@ -78,22 +78,48 @@ class Group:
         self.index = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
         self.sent = 0
         self._handle = handle
+        self._given, self._came = Buffer(), Buffer()
+        self._out = torch.empty(0)
+        self._sizes: list[int] = []
 
     def exchange(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
-        """Give ``parts[i]`` to rank i of the group; from it comes a tensor of ``shapes[i]``."""
+        """Give ``parts[i]`` to rank i of the group; from it comes a tensor of ``shapes[i]``.
+
+        What comes is used or copied before the group's next exchange, which writes over it.
+        """
         if self.size == 1:
             return [parts[0]]
+        slots = self.outgoing([part.shape for part in parts], parts[0])
+        for slot, part in zip(slots, parts, strict=True):
+            slot.copy_(part)
         counts = [torch.Size(shape).numel() for shape in shapes]
-        out = parts[0].new_empty(sum(counts))
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        sizes = [part.numel() for part in parts]
-        with _reaching_others():
-            dist.all_to_all_single(out, flat, counts, sizes, group=self._handle)
-        self.sent += (flat.numel() - sizes[self.index]) * flat.element_size()
-        pieces = out.split(counts)
+        pieces = self.trade(counts).split(counts)
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def outgoing(
+        self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Where to write what ``trade`` gives to each rank: one tensor of each shape."""
+        self._sizes = [torch.Size(shape).numel() for shape in shapes]
+        self._out = self._given.take(sum(self._sizes), like)
+        slots = self._out.split(self._sizes)
+        return tuple(slot.view(shape) for slot, shape in zip(slots, shapes, strict=True))
+
+    def trade(self, counts: Sequence[int]) -> torch.Tensor:
+        """Send what was written to ``outgoing``; ``counts[i]`` numbers from rank i, in one row.
+
+        Used or copied before the next exchange, as in ``exchange``.
+        """
+        incoming = self._came.take(sum(counts), self._out)
+        with _reaching_others():
+            dist.all_to_all_single(
+                incoming, self._out, list(counts), self._sizes, group=self._handle
+            )
+        others = self._out.numel() - self._sizes[self.index]
+        self.sent += others * self._out.element_size()
+        return incoming
 
     def gather(self, part: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Every rank's part, in the group's order; ``shapes`` are theirs."""
@@ -124,6 +150,22 @@ class Group:
                 work.wait()
         self.sent += tensor.numel() * tensor.element_size()
         return incoming
+
+
+class Buffer:
+    """Memory that is used again: fresh pages cost a CPU as much as what is written to them."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """``count`` numbers of the type and on the device of ``like``, of any value."""
+        size = count * like.element_size()
+        if self._bytes.numel() < size or self._bytes.device != like.device:
+            # written to in and out of inference mode
+            with torch.inference_mode(False):
+                self._bytes = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return self._bytes[:size].view(like.dtype)
 
 
 class Passing:
