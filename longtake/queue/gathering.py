@@ -6,7 +6,6 @@ Without this, submissions of one process would take turns at the disk, one flush
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -16,8 +15,9 @@ from longtake.errors import ServiceError
 W = TypeVar("W")
 R = TypeVar("R")
 MOST = 64  # calls of one group, so that nobody waits for long
-# where several came together just now, others are about to: fewer transactions, each with more
-CROWD_S = 0.01
+# where several came together just now, as many are about to come again: fewer transactions, each
+# with more. So long a group waits for them; it is full as soon as they are there
+CROWD_S = 0.03
 
 
 @dataclass(slots=True)
@@ -53,13 +53,16 @@ class Gatherer(Generic[W, R]):
         self._waiting: list[Call[W, R]] = []
         self._lock = threading.Lock()
         self._running = False
-        self._crowded = False
+        self._expected = 1
+        self._full = threading.Event()
 
     def __call__(self, wanted: W) -> R:
         """Have ``wanted`` done by this thread, or by one that takes it along."""
         call: Call[W, R] = Call(wanted)
         with self._lock:
             self._waiting.append(call)
+            if len(self._waiting) >= self._expected:
+                self._full.set()
             leads, self._running = not self._running, True
         if not leads:
             call.woken.wait()
@@ -81,11 +84,13 @@ class Gatherer(Generic[W, R]):
                     self._waiting[0].woken.set()
 
     def _run_group(self) -> None:
-        if self._crowded:
-            time.sleep(CROWD_S)
+        if self._expected > 1:
+            self._full.wait(CROWD_S)
         with self._lock:
             group, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
-            self._crowded = len(group) > 1
+            self._expected = len(group)
+            if len(self._waiting) < self._expected:
+                self._full.clear()
         try:
             self._run_together(group)
         finally:
