@@ -27,7 +27,7 @@ from longtake.settings import PREFIX
 ROOT = Path(__file__).parents[1]
 WAIT_S = 120.0
 STOP_S = 30.0
-POLL_S = 0.02
+POLL_S = 0.005
 IDLE_S = 2.0  # the server closes a connection that was idle for 5 s
 JSON_HEADERS = {"content-type": "application/json"}
 

@@ -86,7 +86,7 @@ def _finished_job(store: Store, settings: Settings) -> Job:
             job.id, index, job.fence, 12, latents.key, segment.key, {"decode": 0.1}
         )
         progress = {"phase": "generating", "chunk": index + 1, "chunks": job.plan["chunks"]}
-        store.leases.record_chunk(job.id, job.fence, record, [latents, segment], progress)
+        store.held.record_chunk(job.id, job.fence, record, [latents, segment], progress)
     files = [_file(job, kind, name, content) for kind, name, content in RESULTS]
     return store.leases.complete(job.id, job.fence, files, {"frames": FRAMES})
 

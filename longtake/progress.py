@@ -123,7 +123,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     console = Console()
     rows = Table(show_header=False, box=None, pad_edge=False)
     for name, value in plan.items():
-        if name == "profile" and value:
+        if name in ("backend", "profile") and value:
             value = ", ".join(f"{key} {part}" for key, part in value.items() if part is not None)
         if name not in SHOWN_APART and value not in ("", None):
             rows.add_row(name, Text(f"{value:g}" if isinstance(value, float) else str(value)))

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import parse_qsl
@@ -49,25 +49,31 @@ class Artifacts(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def publish(self, folder: Path, file: File, owner: str) -> Artifact:
-        """Give a file of an attempt's folder its key.
+    def publish(self, folder: Path, files: Sequence[File], owner: str) -> list[Artifact]:
+        """Give files of an attempt's folder their keys.
 
         Args:
             folder: from ``attempt_folder``.
-            file: whole.
+            files: whole.
             owner: whose job it is.
 
         Raises:
-            ServiceError: the file is not in the folder.
+            ServiceError: a file is not in the folder.
         """
         job_id, fence = folder.parent.name, int(folder.name)
-        path = file.path.resolve()
-        if not path.is_relative_to(folder.resolve()):
-            raise ServiceError(f"{file.path} is not in the attempt's folder")
-        inside = path.relative_to(folder.resolve()).as_posix()
-        key = _checked(f"{_attempt(job_id, fence)}/{inside}")
-        self._put(path, key)
-        return _artifact(path, key, file, (job_id, owner, fence))
+        root = folder.resolve()
+        paths = {}
+        for file in files:
+            path = file.path.resolve()
+            if not path.is_relative_to(root):
+                raise ServiceError(f"{file.path} is not in the attempt's folder")
+            inside = path.relative_to(root).as_posix()
+            paths[_checked(f"{_attempt(job_id, fence)}/{inside}")] = path
+        self._put(paths)
+        return [
+            _artifact(path, key, file, (job_id, owner, fence))
+            for file, (key, path) in zip(files, paths.items(), strict=True)
+        ]
 
     def put_input(
         self,
@@ -119,8 +125,8 @@ class Artifacts(ABC):
             return None
 
     @abstractmethod
-    def _put(self, path: Path, key: str) -> None:
-        """Publish a file of an attempt."""
+    def _put(self, paths: Mapping[str, Path]) -> None:
+        """Publish files of an attempt under their keys."""
 
     @abstractmethod
     def _add(self, path: Path, key: str) -> None:
@@ -183,12 +189,13 @@ class LocalArtifacts(Artifacts):
     def _remove_folder(self, key: str) -> None:
         shutil.rmtree(self._path(key), ignore_errors=True)
 
-    def _put(self, path: Path, key: str) -> None:
-        """``key`` lies there already; a name that the store commits must survive a power cut."""
-        del key
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        sync_folder(path.parent)
+    def _put(self, paths: Mapping[str, Path]) -> None:
+        """They lie there already; a name that the store commits must survive a power cut."""
+        for path in paths.values():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        for folder in {path.parent for path in paths.values()}:
+            sync_folder(folder)
 
     def _add(self, path: Path, key: str) -> None:
         target = self._path(key)
@@ -259,7 +266,11 @@ class RemoteArtifacts(Artifacts):
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._url(key), recursive=True)
 
-    def _put(self, path: Path, key: str) -> None:
+    def _put(self, paths: Mapping[str, Path]) -> None:
+        for key, path in paths.items():
+            self._add(path, key)
+
+    def _add(self, path: Path, key: str) -> None:
         target = self._url(key)
         if self._whole:
             self._fs.put_file(str(path), target)
@@ -268,9 +279,6 @@ class RemoteArtifacts(Artifacts):
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._fs.put_file(str(path), part)
         self._fs.mv(part, target)
-
-    def _add(self, path: Path, key: str) -> None:
-        self._put(path, key)
 
     def _url(self, key: str) -> str:
         return f"{self._root.rstrip('/')}/{_checked(key)}"

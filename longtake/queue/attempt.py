@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from longtake.errors import NotFoundError, RequestError
 from longtake.queue.artifacts import Artifacts
-from longtake.queue.messages import File, Work
+from longtake.queue.messages import File, LatentsStored, Work
 from longtake.queue.records import Artifact, ArtifactKind, ChunkRecord, Job
 from longtake.queue.store import Store
 
@@ -23,10 +23,18 @@ KEY_PARTS = 3
 
 
 class Attempt:
-    """Prepares the folder of one attempt, publishes its files and clears up behind it."""
+    """Prepares the folder of one attempt, publishes its files and clears up behind it.
+
+    Attributes:
+        job: as claimed.
+        latents_made: of the chunk that is being decoded: stored with its segment, or by themselves
+            if that does not come.
+        latents: keys of stored latents by chunk.
+    """
 
     def __init__(self, store: Store, artifacts: Artifacts, job: Job) -> None:
         self.job = job
+        self.latents_made: LatentsStored | None = None
         self.latents: dict[int, str] = {}
         self._store = store
         self._artifacts = artifacts
@@ -54,21 +62,32 @@ class Attempt:
             metadata={"job": self.job.id},
         )
 
-    def publish(self, files: Iterable[File]) -> list[Artifact]:
+    def publish(self, files: Sequence[File]) -> list[Artifact]:
         """Put files where results live; they are public only once the store commits them."""
-        published = []
-        for file in files:
-            artifact = self._artifacts.publish(self._folder, file, self.job.owner)
-            self._published.add(artifact.key)
-            published.append(artifact)
+        published = self._artifacts.publish(self._folder, files, self.job.owner)
+        self._published |= {artifact.key for artifact in published}
         return published
 
-    def stored(self, chunk: int, artifacts: Iterable[Artifact]) -> ChunkRecord:
-        """The record of a chunk whose latents are out and whose segment is not."""
-        for artifact in artifacts:
-            if artifact.kind is ArtifactKind.LATENTS:
-                self.latents[chunk] = artifact.key
-        return ChunkRecord(self.job.id, chunk, self.job.fence, 0, self.latents.get(chunk), None, {})
+    def record(
+        self,
+        chunk: int,
+        artifacts: Sequence[Artifact],
+        frames: int = 0,
+        timings: Mapping[str, float] | None = None,
+    ) -> ChunkRecord:
+        """The record of a chunk with what is new of it; without ``frames``, it is not decoded."""
+        keys = {artifact.kind: artifact.key for artifact in artifacts}
+        if ArtifactKind.LATENTS in keys:
+            self.latents[chunk] = keys[ArtifactKind.LATENTS]
+        return ChunkRecord(
+            self.job.id,
+            chunk,
+            self.job.fence,
+            frames,
+            self.latents.get(chunk),
+            keys.get(ArtifactKind.SEGMENT),
+            dict(timings or {}),
+        )
 
     def close(self) -> None:
         """Remove every file of this attempt that the store does not know of.

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._heard: deque[EngineMessage] = deque()
         self._stop: Any = self._context.RawValue("i", RUN)
 
     @property
@@ -123,6 +125,7 @@ class EngineProcess:
             EngineDied: it ended instead.
         """
         self.kill()
+        self._heard.clear()
         self._stop = self._context.RawValue("i", RUN)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
@@ -155,6 +158,8 @@ class EngineProcess:
         Raises:
             EngineDied: the process is gone, and every message it sent has been received.
         """
+        if self._heard:
+            return self._heard.popleft()
         process, pipe = self._process, self._pipe
         if process is None or pipe is None:
             raise EngineDied(None)
@@ -163,8 +168,8 @@ class EngineProcess:
             return None
         try:
             if pipe in ready or pipe.poll(0):
-                message: EngineMessage = pipe.recv()
-                return message
+                self._heard.extend(pipe.recv())
+                return self._heard.popleft()
         except (EOFError, OSError):
             pass  # the end of what it sent, or of half a message
         _ended(process, self._lock, None)

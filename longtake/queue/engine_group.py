@@ -17,12 +17,13 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from longtake.errors import RequestError, ServiceError
+from longtake.errors import LongtakeError, ModelError, RequestError, ServiceError
 from longtake.queue.engine import (
     KILL_WAIT_S,
     RUN,
@@ -33,7 +34,13 @@ from longtake.queue.engine import (
     be_engine,
 )
 from longtake.queue.messages import EngineMessage, Failed, Finished, Ready, Stopped, Work
-from longtake.video.parallel_layout import parse_layout
+from longtake.video.parallel_layout import (
+    Facts,
+    facts_of,
+    most_ranks,
+    parse_layout,
+    usable_cores,
+)
 
 if TYPE_CHECKING:
     from longtake.settings import Settings
@@ -133,6 +140,7 @@ class EngineGroup(EngineProcess):
         self._stop.value = RUN
         self._waiting = set(range(self._size))
         self._last = self._until = None
+        self._heard.clear()
         for process, pipe in self._ranks:
             try:
                 pipe.send(work)
@@ -151,6 +159,8 @@ class EngineGroup(EngineProcess):
             raise EngineDied(None)
         until = None if timeout_s is None else monotonic() + timeout_s
         while True:
+            if self._heard:
+                return self._heard.popleft()
             if self._last is not None and not self._waiting:
                 last, self._last = self._last, None
                 return last
@@ -213,28 +223,32 @@ class EngineGroup(EngineProcess):
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         sentinels = {process.sentinel: process for process, _ in self._ranks}
         ready = wait([*pipes, *sentinels], timeout_s)
-        mine: EngineMessage | None = None
         for pipe in [item for item in ready if item in pipes]:
             rank = pipes[pipe]
             try:
-                message = pipe.recv()
+                told = pipe.recv()
             except (EOFError, OSError) as error:
                 self._fail(self._ranks[rank][0], error)
-            if isinstance(message, Through) and message.unfit is not None:
-                logger.error("rank %d is unfit: %s", rank, message.unfit)
-                self.kill()
-                raise EngineDied(None)
-            if rank == 0 and not isinstance(message, LAST):
-                mine = message
-                continue
-            if rank == 0:
-                self._last = message
-            self._waiting.discard(rank)
-            self._until = self._until or monotonic() + TOGETHER_S
-        if mine is None:
+            for message in told if isinstance(told, list) else [told]:
+                self._take(rank, message)
+        if not self._heard:
             for sentinel in [item for item in ready if item in sentinels]:
                 self._fail(sentinels[sentinel], None)
-        return mine
+        return self._heard.popleft() if self._heard else None
+
+    def _take(self, rank: int, message: Any) -> None:
+        """What rank 0 tells goes to the worker, its last message when all are through."""
+        if isinstance(message, Through) and message.unfit is not None:
+            logger.error("rank %d is unfit: %s", rank, message.unfit)
+            self.kill()
+            raise EngineDied(None)
+        if rank == 0 and not isinstance(message, LAST):
+            self._heard.append(message)
+            return
+        if rank == 0:
+            self._last = message
+        self._waiting.discard(rank)
+        self._until = self._until or monotonic() + TOGETHER_S
 
     def _too_late(self) -> EngineMessage:
         """Some ranks did not come to the end of the attempt with the others."""
@@ -264,6 +278,8 @@ def make_engine(settings: Settings) -> EngineProcess:
     """
     options = EngineSettings.of(settings)
     size = group_size(settings)
+    if idle := settings.gpus[size:]:
+        logger.warning("GPUs %s stay idle: %d can share the default model", ", ".join(idle), size)
     if size == 1 and settings.gpus:
         alone = {**options.environment, "CUDA_VISIBLE_DEVICES": settings.gpus[0]}
         return EngineProcess(replace(options, device="cuda", environment=alone))
@@ -271,11 +287,14 @@ def make_engine(settings: Settings) -> EngineProcess:
         return EngineProcess(options)
     if not settings.gpus:
         options = replace(options, device="cpu")
-    return EngineGroup(options, settings.parallel or "auto", size, settings.gpus)
+    return EngineGroup(options, settings.parallel or "auto", size, settings.gpus[:size])
 
 
 def group_size(settings: Settings) -> int:
-    """How many ranks a worker's engine has: one for each of ``gpus``, else what the layout says.
+    """How many ranks a worker's engine has: what the layout says, which must fit ``gpus``.
+
+    ``auto`` has one for each of ``gpus``, or for each core without them, but no more than can share
+    a video of the default model as it is made where a request says nothing.
 
     Raises:
         RequestError: ``parallel``, ``gpus`` and ``device`` do not go together.
@@ -290,11 +309,36 @@ def group_size(settings: Settings) -> int:
         raise RequestError("device", settings.device, reason, "gpus=0,1 or device=cpu")
     layout = parse_layout(settings.parallel or "auto")
     if layout is None:
-        return len(gpus) or len(os.sched_getaffinity(0))
+        there = len(gpus) or usable_cores()
+        try:
+            return most_ranks(there, _default_facts(settings))
+        except LongtakeError:
+            return there  # it says what is wrong when it is loaded
     if gpus and layout.ranks != len(gpus):
         reason = f"is a layout for {layout.ranks} ranks, there are {len(gpus)} GPUs"
         raise RequestError("parallel", settings.parallel, reason, f"a product of {len(gpus)}")
     return layout.ranks
+
+
+@lru_cache(maxsize=8)  # an API asks at every submission; what was raised is asked again
+def _default_facts(settings: Settings) -> Facts:
+    """What ranks would share of a video of the default model.
+
+    Raises:
+        LongtakeError: it is not here yet, or not made chunk by chunk.
+    """
+    from longtake.queue.catalogue import Catalogue
+    from longtake.video.plan import make_plan
+    from longtake.video.request import VideoRequest
+
+    models = Catalogue(settings)
+    name = models.default
+    if not models.at_hand(name):
+        raise ModelError(f"model {name} is not on this machine yet")
+    known = models.find(name)
+    if known.source.manifest is None or known.shape is None:
+        raise ModelError(f"model {name} has no manifest")
+    return facts_of(make_plan(VideoRequest(prompt=name), known.source.manifest, known.shape))
 
 
 def _receive(process: Any, pipe: Connection, timeout_s: float) -> Any:

@@ -30,10 +30,17 @@ class PipeLink:
     def __init__(self, pipe: Connection, stop: Any) -> None:
         self._pipe = pipe
         self._stop = stop
+        self._held: list[EngineMessage] = []
 
-    def send(self, message: EngineMessage) -> None:
-        """Tell the worker."""
-        self._pipe.send(message)
+    def send(self, message: EngineMessage, *, more: bool = False) -> None:
+        """Tell the worker; with ``more``, together with the next message, which comes at once.
+
+        Waking the worker costs an engine that computes on the same cores more than the message.
+        """
+        self._held.append(message)
+        if not more:
+            held, self._held = self._held, []
+            self._pipe.send(held)
 
     @property
     def stop(self) -> bool:

@@ -24,6 +24,7 @@ from longtake.video.options import Storage
 from longtake.video.parallel_follow import follow
 from longtake.video.parallel_groups import Limits, Ranks
 from longtake.video.parallel_launch import as_rank
+from longtake.video.parallel_layout import usable_cores
 from longtake.video.request import request_from_mapping
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def serve(options: EngineSettings, seat: Seat, pipe: Connection, stop: Any) -> N
             if ranks.leader:
                 outcome = run_work(work, engine, link)
                 release_memory()
-                pipe.send(outcome)
+                link.send(outcome)
                 ranks.leave()
             else:
                 pipe.send(_follow(work, engine, ranks))
@@ -55,7 +56,7 @@ def serve(options: EngineSettings, seat: Seat, pipe: Connection, stop: Any) -> N
 
 def _start(options: EngineSettings, seat: Seat, pipe: Connection) -> Engine | None:
     """Ready for work with all the others, or None after saying why not."""
-    share = max(1, (os.cpu_count() or 1) // seat.size)
+    share = max(1, usable_cores() // seat.size)
     configure(options.threads or share)
     chosen = engine_options(options, seat.parallel)
     limits = Limits(options.start_limit_s, options.data_limit_s, options.control_limit_s)

@@ -10,12 +10,15 @@ from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from longtake.errors import LeaseLostError, NotFoundError
-from longtake.queue.records import Job, JobState
+from longtake.errors import LeaseLostError
+from longtake.queue.held import Renewal
+from longtake.queue.records import Job
 from longtake.queue.store import Store
 
-PROGRESS_S = 0.25
-CANCEL_POLL_S = 0.1
+# a chunk that is stored tells its progress itself
+PROGRESS_S = 0.5
+# news of a cancellation comes as a nudge; this is for when the broker is away
+LOOK_S = 0.25
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +53,8 @@ class LeaseKeeper:
         self._on_cancel: Callable[[bool], None] | None = on_cancel
         self._on_lost = on_lost
         self._deadline = time.monotonic() + renew_s
-        self._progress: dict[str, Any] | None = None
+        self._progress: Callable[[], dict[str, Any]] | None = None
+        self._wrote = time.monotonic()
         self._wake = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"lease {job.id}", daemon=True)
@@ -63,9 +67,13 @@ class LeaseKeeper:
         """There was a sign of life: renew for so long without another one."""
         self._deadline = time.monotonic() + seconds
 
-    def report(self, progress: dict[str, Any]) -> None:
-        """Write this progress when it is time to."""
+    def report(self, progress: Callable[[], dict[str, Any]]) -> None:
+        """There is progress: write it, as it is by then, when it is time to."""
         self._progress = progress
+
+    def told(self) -> None:
+        """Progress was written by somebody else just now."""
+        self._progress, self._wrote = None, time.monotonic()
 
     def nudge(self) -> None:
         """Look at the job's row now."""
@@ -79,43 +87,35 @@ class LeaseKeeper:
             self._thread.join()
 
     def _run(self) -> None:
-        renewed = wrote = time.monotonic()
+        renewed = time.monotonic()
         while not self._closed:
-            self._wake.wait(CANCEL_POLL_S)
+            self._wake.wait(LOOK_S)
             self._wake.clear()
             if self._closed:
                 return
-            now = time.monotonic()
-            progress = self._progress if now - wrote >= PROGRESS_S else None
+            now, progress = time.monotonic(), self._progress
             try:
-                if progress is not None or (
-                    now - renewed >= self._renew_s and now < self._deadline
-                ):
-                    self._renew(progress)
+                if progress is not None and now - self._wrote >= PROGRESS_S:
+                    self.told()  # before: a report that comes meanwhile is a new one
+                    self._renew(progress())
                     renewed = now
-                    wrote = now if progress is not None else wrote
+                elif now - renewed >= self._renew_s and now < self._deadline:
+                    self._renew(None)
+                    renewed = now
                 else:
-                    self._look()
-            except (LeaseLostError, NotFoundError):
+                    self._hear(self._store.held.look(self._job.id, self._job.fence))
+            except LeaseLostError:
                 if not self._closed:
                     self._on_lost()
                 return
             except SQLAlchemyError as error:
+                self._progress = self._progress or progress
                 logger.warning("%s: the lease cannot be renewed just now: %s", self._job.id, error)
 
     def _renew(self, progress: dict[str, Any] | None) -> None:
-        renewal = self._store.leases.renew(self._job.id, self._job.fence, self._lease_s, progress)
-        if progress is self._progress:
-            self._progress = None
-        self._cancel(renewal.cancel_requested, renewal.keep_chunks)
+        self._hear(self._store.held.renew(self._job.id, self._job.fence, self._lease_s, progress))
 
-    def _look(self) -> None:
-        job = self._store.listings.get(self._job.id, None)
-        if job.fence != self._job.fence or job.state is not JobState.RUNNING:
-            raise LeaseLostError(f"{job.id}: fence {self._job.fence} is over")
-        self._cancel(job.cancel_requested, job.keep_chunks)
-
-    def _cancel(self, requested: bool, keep_chunks: bool) -> None:
-        if requested and self._on_cancel is not None:
+    def _hear(self, renewal: Renewal) -> None:
+        if renewal.cancel_requested and self._on_cancel is not None:
             tell, self._on_cancel = self._on_cancel, None
-            tell(keep_chunks)
+            tell(renewal.keep_chunks)

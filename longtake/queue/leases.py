@@ -1,4 +1,4 @@
-"""Who works on what: claim, renew, store and end, each by a statement that carries the fence.
+"""Who works on what: claim, end and free, each by a statement that carries the fence.
 
 A fence grows with every claim. A write names the fence it was claimed under and finds no row once
 the job is another's, queued again, finished or deleted: then ``LeaseLostError``, and what was made
@@ -8,13 +8,11 @@ is discarded.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Float,
     and_,
     bindparam,
     insert,
@@ -26,30 +24,21 @@ from longtake.errors import LeaseLostError
 from longtake.queue.choice import claims
 from longtake.queue.database import Database, Turn, again
 from longtake.queue.endings import Endings, Error
-from longtake.queue.events import PREVIEW, PROGRESS, Events, NewEvent
+from longtake.queue.events import Events, NewEvent
+from longtake.queue.held import lost
 from longtake.queue.ledger import Ledger
 from longtake.queue.policy import Policy
 from longtake.queue.records import (
     Artifact,
-    ArtifactKind,
-    ChunkRecord,
     ErrorCode,
     Job,
     JobState,
 )
 from longtake.queue.rows import columns_of, job_of
 from longtake.queue.tables import attempts, jobs, owners
-from longtake.queue.transitions import moved, transition
+from longtake.queue.transitions import moved
 
 EXPIRY_LIMIT = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Renewal:
-    """What a worker learns when it renews: whether to stop, and what to keep then."""
-
-    cancel_requested: bool
-    keep_chunks: bool
 
 
 class Leases:
@@ -65,10 +54,8 @@ class Leases:
         self._policy = policy
         # made once: what every claim and renewal runs
         self._claims = claims(db)
-        until = db.now + bindparam("lease_s", type_=Float(53))
-        self._renew = _held_write(db, {"lease_until": until})
-        self._write_held = _held_write(db, {})
         self._begin = insert(attempts).values(started_at=db.now)
+        self._last = update(jobs).where(jobs.c.id == bindparam("whose"))
         self._serve = (
             update(owners).where(owners.c.owner == bindparam("whose")).values(served_at=db.now)
         )
@@ -112,89 +99,6 @@ class Leases:
         conn.execute(self._begin, {"job_id": job.id, "fence": job.fence, "worker": worker_id})
         conn.execute(self._serve, {"whose": job.owner})
 
-    # ---- renew and store ---------------------------------------------------------------------
-
-    @again
-    def renew(
-        self,
-        job_id: str,
-        fence: int,
-        lease_s: float,
-        progress: Mapping[str, Any] | None = None,
-        picture: Sequence[Artifact] = (),
-    ) -> Renewal:
-        """Keep the job for ``lease_s`` seconds more; with ``progress``, a ``picture`` also tell.
-
-        Raises:
-            LeaseLostError: the job is not this attempt's any more.
-        """
-        with self._db.write() as conn:
-            held = {"held_id": job_id, "held_fence": fence, "lease_s": lease_s}
-            job = moved(conn, self._renew, held)
-            if job is None:
-                raise _lost(job_id, fence)
-            told = []
-            if progress is not None:
-                self._write(conn, job_id, fence, {"progress": dict(progress)})
-                told.append(NewEvent(job_id, job.owner, PROGRESS, {"x_progress": dict(progress)}))
-            if picture:
-                self._files.attach(conn, job_id, picture)
-                told.append(NewEvent(job_id, job.owner, PREVIEW))
-            if told:
-                self._events.extend(conn, told)
-        return Renewal(job.cancel_requested, job.keep_chunks)
-
-    @again
-    def record_latents(
-        self, job_id: str, fence: int, chunk: ChunkRecord, artifacts: Sequence[Artifact]
-    ) -> None:
-        """Store that a chunk is denoised: its latents, and with the first the rollout.
-
-        Raises:
-            LeaseLostError: the job is not this attempt's any more.
-        """
-        with self._db.write() as conn:
-            self._write(conn, job_id, fence, {})
-            self._files.put_chunk(conn, job_id, chunk, artifacts)
-
-    @again
-    def record_chunk(
-        self,
-        job_id: str,
-        fence: int,
-        chunk: ChunkRecord,
-        artifacts: Sequence[Artifact],
-        progress: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Store that a chunk is decoded; this is progress, so deaths before it count no more.
-
-        Raises:
-            LeaseLostError: the job is not this attempt's any more.
-        """
-        values: dict[str, object] = {"strikes": 0, "strike_chunk": None}
-        if progress is not None:
-            values["progress"] = dict(progress)
-        with self._db.write() as conn:
-            job = self._write(conn, job_id, fence, values)
-            self._files.put_chunk(conn, job_id, chunk, artifacts)
-            segment = next((one.id for one in artifacts if one.kind == ArtifactKind.SEGMENT), None)
-            data: dict[str, Any] = {"chunk": chunk.index, "chunks": _chunk_count(job)}
-            data |= {"frames": chunk.frames, "segment": segment}
-            entries = [NewEvent(job_id, job.owner, "video.chunk", data)]
-            if any(one.kind == ArtifactKind.PREVIEW for one in artifacts):
-                entries.append(NewEvent(job_id, job.owner, PREVIEW))
-            self._events.extend(conn, entries)
-
-    def _write(
-        self, conn: Connection, job_id: str, fence: int, values: Mapping[str, object]
-    ) -> Job:
-        """The fenced UPDATE of a running job that stays running."""
-        held = {"held_id": job_id, "held_fence": fence, **values}
-        job = moved(conn, self._write_held, held)
-        if job is None:
-            raise _lost(job_id, fence)
-        return job
-
     # ---- end ---------------------------------------------------------------------------------
 
     @again
@@ -204,10 +108,12 @@ class Leases:
         fence: int,
         artifacts: Sequence[Artifact],
         details: Mapping[str, Any] | None = None,
+        progress: Mapping[str, Any] | None = None,
     ) -> Job:
         """Publish the results. A job is completed once; the same attempt may repeat its call.
 
-        ``details`` goes into the event. Files of lost attempts become garbage.
+        ``details`` goes into the event, ``progress`` is the last. Files of lost attempts become
+        garbage.
 
         Raises:
             LeaseLostError: the job is not this attempt's any more.
@@ -216,6 +122,8 @@ class Leases:
             job = self._held(conn, job_id, fence, JobState.COMPLETED)
             if job.state == JobState.COMPLETED:
                 return job
+            if progress is not None:
+                conn.execute(self._last, {"whose": job_id, "progress": dict(progress)})
             self._files.attach(conn, job_id, artifacts)
             self._files.sweep(conn, job_id)
             ended = self._endings.finish(conn, job, JobState.COMPLETED, details=details)
@@ -352,7 +260,7 @@ class Leases:
             .with_for_update()
         ).one_or_none()
         if row is None:
-            raise _lost(job_id, fence)
+            raise lost(job_id, fence)
         return job_of(row)
 
     def _commit(self, conn: Connection, ended: tuple[Job, NewEvent] | None) -> Job:
@@ -363,34 +271,7 @@ class Leases:
         return job
 
 
-def _held_write(db: Database, values: Mapping[str, object]) -> Any:
-    """The fenced UPDATE of the running job ``held_id`` under ``held_fence``."""
-    return transition(
-        db,
-        [JobState.RUNNING],
-        JobState.RUNNING,
-        jobs.c.id == bindparam("held_id"),
-        jobs.c.fence == bindparam("held_fence"),
-        values=values,
-    )
-
-
-def _lost(job_id: str, fence: int) -> LeaseLostError:
-    return LeaseLostError(f"job {job_id} is not held under fence {fence} any more")
-
-
 def _strikes(job: Job, chunk: int | None) -> int:
     if chunk is None:
         return job.strikes
     return job.strikes + 1 if chunk == job.strike_chunk else 1
-
-
-def _chunk_count(job: Job) -> int | None:
-    """How many chunks the video has, as the engine told or the plan says."""
-    for source in (job.progress, job.plan):
-        count = source.get("chunks")
-        if isinstance(count, int):
-            return count
-        if isinstance(count, list):
-            return len(count)
-    return None

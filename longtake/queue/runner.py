@@ -32,7 +32,7 @@ from longtake.queue.messages import (
 )
 from longtake.queue.patience import DATABASE_ERRORS, patiently
 from longtake.queue.processes import killed_for_memory
-from longtake.queue.records import ArtifactKind, ChunkRecord, ErrorCode, Job, JobState
+from longtake.queue.records import ErrorCode, Job, JobState
 from longtake.queue.settle import Verdict, of_death, of_failure, of_silence, of_storage
 from longtake.queue.store import Store
 from longtake.queue.tracker import Tracker
@@ -203,17 +203,17 @@ class JobRunner:
             return self._follow(attempt)
         except RequestError as error:
             verdict = Verdict.fail(ErrorCode.INVALID_REQUEST, str(error))
-            return self._settle(attempt.job, verdict)
+            return self._settle(attempt, verdict)
         except EngineDied as death:
             if self._stop is not None:
                 return self._stopped(attempt, Stopped(0, (), 0), replace=True)
             kills = self._memory_kills
             verdict = of_death(death.exit_code, self.tracker, attempt.job, self._settings, kills)
-            return self._settle(attempt.job, verdict)
+            return self._settle(attempt, verdict)
         except OSError as error:
             self._quiet_down(Ran(Outcome.REQUEUED))
             verdict = of_storage(str(error), error.errno, attempt.job, self._settings)
-            return self._settle(attempt.job, verdict)
+            return self._settle(attempt, verdict)
 
     def _follow(self, attempt: Attempt) -> Ran:
         """Read messages to the last one, committing chunks as they come."""
@@ -228,7 +228,7 @@ class JobRunner:
                 if now - heard > self.tracker.limit_s:
                     self._engine.kill()
                     return self._settle(
-                        attempt.job, of_silence(self.tracker, attempt.job, self._settings)
+                        attempt, of_silence(self.tracker, attempt.job, self._settings)
                     )
                 continue
             heard = now
@@ -247,7 +247,7 @@ class JobRunner:
         """Act on one message; what comes of the attempt if it was the last."""
         match message:
             case LatentsStored():
-                self._store_latents(attempt, message)
+                attempt.latents_made = message
             case ChunkDone(files=files) if files:
                 self._store_chunk(attempt, message)
             case Pictured():
@@ -262,39 +262,40 @@ class JobRunner:
                 pass
         return None
 
-    def _store_latents(self, attempt: Attempt, message: LatentsStored) -> None:
-        job = attempt.job
+    def _store_latents(self, attempt: Attempt) -> None:
+        """Store the latents of a chunk whose decode did not come to its end, if they can be."""
+        made, job = attempt.latents_made, attempt.job
+        if made is None:
+            return
+        attempt.latents_made = None
         self._alive(self._settings.finish_limit_s)
-        artifacts = attempt.publish(message.files)
-        record = attempt.stored(message.chunk, artifacts)
-        self._persist(
-            lambda: self._store.leases.record_latents(job.id, job.fence, record, artifacts)
-        )
+        try:
+            artifacts = attempt.publish(made.files)
+        except OSError as error:
+            logger.warning("%s: chunk %d will be made again: %s", job.id, made.chunk, error)
+            return
+        record = attempt.record(made.chunk, artifacts)
+        self._persist(lambda: self._store.held.record_latents(job.id, job.fence, record, artifacts))
 
     def _store_chunk(self, attempt: Attempt, message: ChunkDone) -> None:
+        """Store a chunk: its latents with its segment, unless they are there already."""
         job, progress = attempt.job, self.tracker.progress
         self._alive(self._settings.finish_limit_s)
-        artifacts = attempt.publish(message.files)
-        segment = next((a.key for a in artifacts if a.kind is ArtifactKind.SEGMENT), None)
-        record = ChunkRecord(
-            job.id,
-            message.chunk,
-            job.fence,
-            message.frames,
-            attempt.latents.get(message.chunk),
-            segment,
-            message.timings,
-        )
+        made, attempt.latents_made = attempt.latents_made, None
+        artifacts = attempt.publish((*(made.files if made else ()), *message.files))
+        record = attempt.record(message.chunk, artifacts, message.frames, message.timings)
         self._persist(
-            lambda: self._store.leases.record_chunk(job.id, job.fence, record, artifacts, progress)
+            lambda: self._store.held.record_chunk(job.id, job.fence, record, artifacts, progress)
         )
         self.tracker.stored += 1
+        if self._lease is not None:
+            self._lease.told()
 
     def _store_picture(self, attempt: Attempt, message: Pictured) -> None:
         job, lease_s = attempt.job, self._settings.lease_s
         picture = attempt.publish((message.file,))
         self._persist(
-            lambda: self._store.leases.renew(
+            lambda: self._store.held.renew(
                 job.id, job.fence, lease_s, self.tracker.progress, picture
             )
         )
@@ -307,11 +308,10 @@ class JobRunner:
         artifacts = attempt.publish(message.files)
         self._close_lease()
         details = {"frames": message.frames, "timings": message.timings}
-        progress, lease_s = self.tracker.progress, self._settings.lease_s
+        progress = self.tracker.progress
         self._persist(
-            lambda: self._store.leases.renew(job.id, job.fence, lease_s, progress)
-        )  # the last that was written may be a moment old
-        self._persist(lambda: self._store.leases.complete(job.id, job.fence, artifacts, details))
+            lambda: self._store.leases.complete(job.id, job.fence, artifacts, details, progress)
+        )
         return Ran(Outcome.COMPLETED, message.memory_bytes)
 
     def _stopped(self, attempt: Attempt, message: Stopped, *, replace: bool = False) -> Ran:
@@ -326,18 +326,20 @@ class JobRunner:
             self._persist(lambda: self._store.leases.cancelled(job.id, job.fence, artifacts))
             return Ran(Outcome.CANCELLED, message.memory_bytes, replace=replace)
         verdict = Verdict.release("preempted", counts=False)
-        ran = self._settle(job, verdict)
+        ran = self._settle(attempt, verdict)
         return Ran(ran.outcome, message.memory_bytes, replace=replace)
 
     def _failed(self, attempt: Attempt, message: Failed) -> Ran:
         before = self._persist(lambda: self._store.listings.attempts(attempt.job.id))
         verdict = of_failure(message, self.tracker, attempt.job, self._settings, before)
-        return self._settle(attempt.job, verdict, message.memory_bytes)
+        return self._settle(attempt, verdict, message.memory_bytes)
 
-    def _settle(self, job: Job, verdict: Verdict, memory_bytes: int = 0) -> Ran:
+    def _settle(self, attempt: Attempt, verdict: Verdict, memory_bytes: int = 0) -> Ran:
         """Write a verdict: the job failed, or goes back into the queue."""
+        job = attempt.job
         if self._stop is Stop.LOST:
             raise LeaseLostError("the job is another attempt's")
+        self._store_latents(attempt)
         self._close_lease()
         outcome = Outcome.FAILED
         if self._stop is Stop.CANCEL:
@@ -384,7 +386,7 @@ class JobRunner:
     def _alive(self, limit_s: float) -> None:
         if self._lease is not None:
             self._lease.allow(limit_s)
-            self._lease.report(self.tracker.progress)
+            self._lease.report(lambda: self.tracker.progress)
 
     def _close_lease(self) -> None:
         if self._lease is not None:

@@ -68,8 +68,8 @@ Outcome = Finished | Stopped | Failed
 class Link(Protocol):
     """The way to the worker."""
 
-    def send(self, message: EngineMessage) -> None:
-        """Tell the worker."""
+    def send(self, message: EngineMessage, *, more: bool = False) -> None:
+        """Tell the worker; with ``more``, together with the next message, which comes at once."""
 
     @property
     def stop(self) -> bool:
@@ -311,7 +311,9 @@ class _Run:
 
     def on_step(self, event: StepEvent) -> None:
         """Tell that a step is done; after the last one of a clip its decode comes."""
-        self._link.send(StepDone(event.chunk, event.chunks, event.step, event.steps))
+        done = StepDone(event.chunk, event.chunks, event.step, event.steps)
+        more = event.step < event.steps and event.picture is None
+        self._link.send(done, more=more)
         if self._clip and event.step == event.steps:
             self._enter("decoding", event.chunk)
         elif event.picture is not None:
@@ -332,7 +334,7 @@ class _Run:
     def on_latents(self, chunk: int, *, stored: bool) -> None:
         """Report latents that were not there before; the chunk is decoded next."""
         if stored:
-            self._link.send(LatentsStored(chunk, self._folder.latent_files(chunk)))
+            self._link.send(LatentsStored(chunk, self._folder.latent_files(chunk)), more=True)
         self._enter("decoding", chunk)
 
     def on_chunk(self, frames: int) -> None:

@@ -7,6 +7,7 @@ from longtake.queue.batches import Batches
 from longtake.queue.database import Database, check_revision, open_database
 from longtake.queue.endings import Endings
 from longtake.queue.events import Events
+from longtake.queue.held import Held
 from longtake.queue.intake import Intake
 from longtake.queue.leases import Leases
 from longtake.queue.ledger import Ledger
@@ -34,6 +35,7 @@ class Store:
         self.workers = Roster(db)
         self.listings = Listings(db, self.files)
         endings = Endings(db, self.events, self.files, self.webhooks, policy)
+        self.held = Held(db, self.events, self.files)
         self.leases = Leases(db, self.events, self.files, endings, policy)
         intake = Intake(db, self.events, self.files, self.outbox, self.batches, policy)
         self.submissions = Submissions(

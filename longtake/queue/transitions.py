@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, update
@@ -19,8 +19,11 @@ def transition(
     target: JobState,
     *where: ColumnElement[bool],
     values: Mapping[str, object],
+    returning: Sequence[ColumnElement[Any]] = columns_of(Job),
 ) -> Any:
     """UPDATE that moves the job that ``where`` names from one of ``origins`` to ``target``.
+
+    ``returning`` is what it tells of the job afterwards.
 
     Raises:
         ValueError: TRANSITIONS does not allow the move.
@@ -33,7 +36,7 @@ def transition(
         update(jobs)
         .where(jobs.c.state.in_(states), *where)
         .values(state=target.value, updated_at=db.now, **values)
-        .returning(*columns_of(Job))
+        .returning(*returning)
     )
 
 

@@ -6,28 +6,34 @@ nothing is replaced silently. ``auto`` measures the candidates once a process.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from longtake.errors import BackendError
 from longtake.video.attention import Attend, AttendLse, Partial, attend_lse, sdpa
+from longtake.video.attention_flex import adds_bias, flex_function
 
 LSE = "lse"  # gives the log-sum-exp, so that parts can be merged
 BIAS = "bias"  # adds a bias to the scores
+LACKS = {LSE: "gives no log-sum-exp", BIAS: "adds no bias to the scores"}
 WARM_UPS, REPEATS = 2, 5
 HALF = (torch.bfloat16, torch.float16)
+# dtypes and widest head; xformers has kernels for wider ones, which not every build holds
+LIMITS: dict[str, tuple[tuple[torch.dtype, ...], int]] = {
+    "flash": (HALF, 256),
+    "xformers": ((*HALF, torch.float32), 256),
+}
 
 
 class AttendBiased(Protocol):
-    """Attention with an optional bias [B, 1, 1, S] on the scores."""
+    """Attention with an optional bias [B or 1, H or 1, S_q or 1, S_k] on the scores."""
 
     def __call__(
         self,
@@ -47,7 +53,7 @@ class Backend:
         name: as on the command line and in the receipt.
         attend: all keys in one call.
         attend_lse: the same, with the LSE that lets parts be merged.
-        attend_biased: the same with a bias [B, 1, 1, S_k] on the scores, or None for no bias.
+        attend_biased: the same with a bias on the scores, or None for no bias.
         can: of ``LSE`` and ``BIAS``; without the latter, ``attend_biased`` takes no bias.
     """
 
@@ -56,6 +62,25 @@ class Backend:
     attend_lse: AttendLse
     attend_biased: AttendBiased
     can: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What computes the attention of a causal model.
+
+    Attributes:
+        own, cross: of self- and cross-attention.
+        because: why cross-attention has another one; None if it has not.
+    """
+
+    own: Backend
+    cross: Backend
+    because: str | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """Names, as plan and receipt have them."""
+        names = {"self_attention": self.own.name, "cross_attention": self.cross.name}
+        return names if self.because is None else names | {"because": self.because}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,41 +107,94 @@ def choose_backend(
         name: ``auto``, ``sdpa``, ``flash``, ``xformers`` or ``flex``.
         device, dtype: where and in what it will run; without a dtype none is refused for it.
         needs: of ``LSE`` and ``BIAS``.
-        sizes: shape that ``auto`` measures at; with one candidate nothing is measured.
+        sizes: shape that ``auto`` measures at; with one candidate nothing is measured. Without
+            sizes no width of heads is refused.
 
     Raises:
         BackendError: no such backend, or it is missing, or not able to do this.
     """
+    width = None if sizes is None else sizes.head_dim
     if name == "auto":
-        able = [n for n in MEASURED if why_not(n, device, dtype, needs) is None]
-        if len(able) > 1:
-            kind = dtype or torch.bfloat16
-            return make_backend(_fastest(tuple(able), device, kind, sizes or Sizes()), device)
-        return make_backend(able[0], device)
-    reason = why_not(name, device, dtype, needs)
+        able = tuple(n for n in MEASURED if why_not(n, device, dtype, needs, width) is None)
+        if len(able) == 1:
+            return make_backend(able[0], device)
+        measured = (one_device(device), dtype or torch.bfloat16, sizes or Sizes())
+        return make_backend(_fastest(able, *measured), device)
+    reason = why_not(name, device, dtype, needs, width)
     if reason is not None:
         raise BackendError(f"backend={name}: {reason}")
     return make_backend(name, device)
 
 
+def choose_backends(name: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Chosen:
+    """Backends of a causal model; cross-attention has that of self-attention where that can do it.
+
+    Its scores have a bias, which stands for the padding of prompts (``CausalWan.encode_text``).
+    What cannot add one leaves cross-attention to SDPA: its keys are few.
+
+    Raises:
+        BackendError: as of ``choose_backend``, for self-attention.
+    """
+    own = choose_backend(name, device, dtype, sizes=sizes)
+    reason = why_not(own.name, device, dtype, [BIAS], sizes.head_dim)
+    if reason is None:
+        return Chosen(own, own)
+    because = f"{own.name} {reason}, as a prompt's padding needs"
+    return Chosen(own, make_backend("sdpa", device), because)
+
+
 def why_not(
-    name: str, device: torch.device, dtype: torch.dtype | None, needs: Iterable[str] = ()
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    needs: Iterable[str] = (),
+    head_dim: int | None = None,
 ) -> str | None:
-    """Why a backend cannot be used here for this; None if it can."""
+    """Why a backend cannot be used here for this; None if it can.
+
+    Args:
+        name: of ``MAKERS``.
+        device, dtype: where and in what; without a dtype none is refused.
+        needs: of ``LSE`` and ``BIAS``.
+        head_dim: width of a head; without one none is refused.
+    """
     if name not in MAKERS:
         return f"no such backend; {', '.join(BACKENDS)}"
-    reason = _missing(name, device)
+    reason = _missing(name, one_device(device)) or beyond_limits(name, dtype, head_dim)
     if reason is not None:
         return reason
-    if name == "flash" and dtype is not None and dtype not in HALF:
-        return f"computes in bf16 and fp16, this is {str(dtype).removeprefix('torch.')}"
     lacking = set(needs) - make_backend(name, device).can
-    return f"cannot add a bias to the scores ({', '.join(sorted(lacking))})" if lacking else None
+    return " and ".join(LACKS[need] for need in sorted(lacking)) or None
+
+
+def beyond_limits(name: str, dtype: torch.dtype | None, head_dim: int | None) -> str | None:
+    """Which limit of a backend's kernels this is beyond, wherever they run; None if none."""
+    dtypes, widest = LIMITS.get(name, ((), None))
+    if dtypes and dtype is not None and dtype not in dtypes:
+        *others, last = (str(kind).removeprefix("torch.") for kind in dtypes)
+        this = str(dtype).removeprefix("torch.")
+        return f"computes in {', '.join(others)} and {last}, this is {this}"
+    if widest is not None and head_dim is not None and head_dim > widest:
+        return f"has heads of at most {widest} channels, these have {head_dim}"
+    return None
+
+
+def one_device(device: torch.device) -> torch.device:
+    """The device under the one name that caches know it by: ``cuda`` is the current one."""
+    if device.type != "cuda":
+        return torch.device(device.type)
+    if device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
+def make_backend(name: str, device: torch.device) -> Backend:
+    """The backend's functions, made once a device; the caller has asked ``why_not``."""
+    return _made(name, one_device(device))
 
 
 @lru_cache
-def make_backend(name: str, device: torch.device) -> Backend:
-    """The backend's functions, made once; the caller has asked ``why_not``."""
+def _made(name: str, device: torch.device) -> Backend:
     return MAKERS[name](device)
 
 
@@ -227,21 +305,10 @@ def _flex(device: torch.device) -> Backend:
         v_BSHD: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        score_mod = None if bias is None else _adds(bias)
+        score_mod = None if bias is None else adds_bias(bias)
         return run(q_BSHD, k_BSHD, v_BSHD, score_mod=score_mod).out
 
     return Backend("flex", attend, with_lse, biased, frozenset({LSE, BIAS}))
-
-
-def _adds(bias: torch.Tensor) -> Any:
-    """FlexAttention's form of a bias [B, 1, 1, S_k]."""
-
-    def score_mod(
-        score: torch.Tensor, b: torch.Tensor, _h: torch.Tensor, _q: torch.Tensor, kv: torch.Tensor
-    ) -> torch.Tensor:
-        return score + bias[b, 0, 0, kv]
-
-    return score_mod
 
 
 def _without_bias(name: str, attend: Attend) -> AttendBiased:
@@ -254,43 +321,10 @@ def _without_bias(name: str, attend: Attend) -> AttendBiased:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if bias is not None:
-            raise BackendError(f"backend={name}: cannot add a bias to the scores")
+            raise BackendError(f"backend={name}: {LACKS[BIAS]}")
         return attend(q_BSHD, k_BSHD, v_BSHD)
 
     return biased
-
-
-def flex_function(device: torch.device) -> Callable[..., Partial]:
-    """FlexAttention on q, k, v [B, S, H, D], with a ``BlockMask`` and a score function or None.
-
-    Compiled where there is a CUDA device and Triton; elsewhere the unfused form, which makes the
-    whole matrix of scores.
-    """
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-
-    fused = device.type == "cuda" and find_spec("triton") is not None
-    call: Any = torch.compile(flex_attention, dynamic=False) if fused else flex_attention
-
-    def run(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        block_mask: Any = None,
-        score_mod: Any = None,
-    ) -> Partial:
-        heads_first = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        with warnings.catch_warnings():
-            # it says that the unfused form is slow; whoever named it was told by the bench
-            warnings.filterwarnings("ignore", message="flex_attention called without")
-            out, more = call(
-                *heads_first,
-                score_mod=score_mod,
-                block_mask=block_mask,
-                return_aux=AuxRequest(lse=True),
-            )
-        return Partial(out.transpose(1, 2), more.lse)
-
-    return run
 
 
 MEASURED = ("sdpa", "flash", "xformers")  # what ``auto`` takes; flex is for block masks

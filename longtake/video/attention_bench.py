@@ -20,9 +20,9 @@ import torch
 
 from longtake.errors import BackendError, ModelError, RequestError
 from longtake.video.attention_backends import MAKERS, why_not
-from longtake.video.attention_plan import AttentionPlan, Scope, resolve_attention
+from longtake.video.attention_plan import Scope, resolve_attention
 from longtake.video.attention_trial import Way, try_ways
-from longtake.video.attention_video import Shape, Where, measure_case
+from longtake.video.attention_video import Shape, Where, measure_case, over_everything
 from longtake.video.components import load_model
 from longtake.video.manifest import DEFAULT_MODEL
 from longtake.video.memory import is_out_of_memory
@@ -152,14 +152,9 @@ def activation_errors(
         steps=manifest.schedule.steps,
     )
     pairs = [(name, backend) for backend in backends for name in plans]
-    ways = [Way(_over_everything(plans[name], scope), backend) for name, backend in pairs]
+    ways = [Way(resolve_attention(over_everything(plans[n]), scope), b) for n, b in pairs]
     tried = try_ways(ways, model, ERROR_CHUNKS, layout="global")
     return {pair: one.error for pair, one in zip(pairs, tried, strict=True)}
-
-
-def _over_everything(text: str, scope: Scope) -> AttentionPlan:
-    """The plan where everything is in reach: a window is then something to read, not a cache."""
-    return resolve_attention("global+window" if text == "window" else text, scope)
 
 
 def slope(points: Iterable[tuple[float, float]]) -> float | None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from longtake.errors import BackendError
-from longtake.video.attention_backends import flex_function
+from longtake.video.attention_flex import flex_function
 
 BLOCK = 128  # side of a block of scores; what FlexAttention's kernels are made for
 

@@ -39,6 +39,11 @@ class Reader:
         self._chunk = -1
         self._kept: dict[tuple[Reading, str], Any] = {}
 
+    @property
+    def ranks(self) -> bool:
+        """True if it asks the cache for the means of frames' keys."""
+        return self.plan.ranks
+
     def attend(
         self,
         q_BSHD: torch.Tensor,
@@ -64,7 +69,7 @@ class Reader:
         if isinstance(reading, Window):
             return self._window(q_BSHD, k_BSHD, v_BSHD, cache, reading)
         if isinstance(reading, TopK):
-            return self._top_k(q_BSHD, k_BSHD, v_BSHD, cache, (reading, place[0]))
+            return self._top_k(q_BSHD, k_BSHD, v_BSHD, cache, reading, place[0])
         if isinstance(reading, Radial):
             return self._radial(q_BSHD, k_BSHD, v_BSHD, cache, reading)
         return self._backend.attend(q_BSHD, k_BSHD, v_BSHD)
@@ -77,14 +82,11 @@ class Reader:
         cache: KVCache,
         reading: Window,
     ) -> torch.Tensor:
-        own, past = cache.own, _past(cache)
-        kept = reading.kept(past, len(own))
-        if len(kept) == len(past):
-            return self._backend.attend(q_BSHD, k_BSHD, v_BSHD)
-        slots = self._once(reading, "slots", lambda: _slots(cache, (*kept, *own)).to(q_BSHD.device))
-        tokens = cache.shape.frame_tokens
-        k, v = (_frames(x, slots, tokens) for x in (k_BSHD, v_BSHD))
-        return self._backend.attend(q_BSHD, k, v)
+        slots = self._once(reading, "slots", lambda: window_slots(reading, cache, q_BSHD.device))
+        if slots is not None:
+            tokens = cache.shape.frame_tokens
+            k_BSHD, v_BSHD = (pick_frames(x, slots, tokens) for x in (k_BSHD, v_BSHD))
+        return self._backend.attend(q_BSHD, k_BSHD, v_BSHD)
 
     def _top_k(
         self,
@@ -92,9 +94,9 @@ class Reader:
         k_BSHD: torch.Tensor,
         v_BSHD: torch.Tensor,
         cache: KVCache,
-        place: tuple[TopK, int],
+        reading: TopK,
+        layer: int,
     ) -> torch.Tensor:
-        reading, layer = place
         past = _past(cache)
         sink, rest = past[: reading.sink], past[reading.sink :]
         count = reading.number(len(rest))
@@ -103,9 +105,8 @@ class Reader:
         always, choice = self._once(
             reading,
             "slots",
-            lambda: (
-                _slots(cache, (*sink, *cache.own)).to(q_BSHD.device),
-                _slots(cache, rest).to(q_BSHD.device),
+            lambda: tuple(
+                _slots(cache, frames, q_BSHD.device) for frames in ((*sink, *cache.own), rest)
             ),
         )
         # the cheap summary: mean query of the chunk against mean key of each frame
@@ -196,21 +197,28 @@ def radial_bands(
     return picked
 
 
+def window_slots(reading: Window, cache: KVCache, device: torch.device) -> torch.Tensor | None:
+    """Slots of the frames that a window reads; None where that is all of them."""
+    own, past = cache.own, _past(cache)
+    kept = reading.kept(past, len(own))
+    return None if len(kept) == len(past) else _slots(cache, (*kept, *own), device)
+
+
+def pick_frames(x_BSHD: torch.Tensor, slots: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The tokens of the frames in some slots, of ``tokens`` each."""
+    by_frame: torch.Tensor = x_BSHD.unflatten(1, (-1, tokens))
+    return by_frame.index_select(1, slots).flatten(1, 2)
+
+
 def _past(cache: KVCache) -> list[int]:
     """Past frames that the chunk sees, in order of time."""
     own = set(cache.own)
     return sorted(frame for frame in cache.seen if frame not in own)
 
 
-def _slots(cache: KVCache, frames: Sequence[int]) -> torch.Tensor:
+def _slots(cache: KVCache, frames: Sequence[int], device: torch.device) -> torch.Tensor:
     slot_of = {frame: slot for slot, frame in enumerate(cache.seen)}
-    return torch.tensor([slot_of[frame] for frame in frames])
-
-
-def _frames(x_BSHD: torch.Tensor, slots: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The tokens of some frames."""
-    by_frame: torch.Tensor = x_BSHD.unflatten(1, (-1, tokens))
-    return by_frame.index_select(1, slots).flatten(1, 2)
+    return torch.tensor([slot_of[frame] for frame in frames], device=device)
 
 
 def _rows_by_head(slots_BHN: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
@@ -20,10 +20,9 @@ from longtake.video.attention import attend_lse_math
 from longtake.video.attention_backends import make_backend, synchronize
 from longtake.video.attention_plan import AttentionPlan
 from longtake.video.attention_reader import Reader
-from longtake.video.attention_readings import TopK
 from longtake.video.components import CausalModel
 from longtake.video.kv_cache import KVCache
-from longtake.video.plan import Plan, make_plan
+from longtake.video.plan import make_plan
 from longtake.video.request import VideoRequest
 from longtake.video.rollout import Rollout
 
@@ -74,6 +73,11 @@ class Trial(Reader):
         self._errors = [0.0] * len(ways)
         self._whole = 0.0
         self._seconds: list[float] | None = None if timed else []
+
+    @property
+    def ranks(self) -> bool:
+        """True if one of the ways does."""
+        return any(reader.ranks for reader in self._readers)
 
     @property
     def results(self) -> list[Tried]:
@@ -129,11 +133,7 @@ class Trial(Reader):
 
 
 class _Watched(Rollout):
-    """A rollout whose self-attention is a trial's; its latents are never decoded."""
-
-    def __init__(self, plan: Plan, model: CausalModel, trial: Trial) -> None:
-        super().__init__(plan, model)
-        self._session.reader = trial
+    """A rollout for the sake of its activations: its latents are never decoded."""
 
     def _decode(self, spec: ChunkSpec, latents: torch.Tensor) -> torch.Tensor:
         return latents.new_empty(0, len(spec.own))
@@ -166,10 +166,8 @@ def try_ways(
         attention=layout,
     )
     plan = make_plan(request, model.manifest, model.shape)
-    # a plan that ranks frames, so that the cache keeps what ranking needs; the trial reads
-    plan = replace(plan, reading=AttentionPlan(layout, TopK(1, None, 0, plan.layout.sink)))
     trial = Trial(ways, model, timed=timed)
-    rollout = _Watched(plan, model, trial)
+    rollout = _Watched(plan, model, reader=trial)
     for spec in plan.chunks:
         trial.watching = spec.index == plan.layout.count - 1
         rollout.make_chunk()

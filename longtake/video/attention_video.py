@@ -6,7 +6,6 @@ Cache, reader and plans are those of a rollout; only the model around them is no
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -24,7 +23,6 @@ from longtake.video.numerics import torch_dtype
 
 MAX_REPEATS, REPEAT_S = 5, 0.2  # rounds of a case: until so many, or they took so long
 DRAWS = 4
-MAX_SHAPES = 1024  # compiled kernels that FlexAttention may have, one for each number of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,41 +150,33 @@ def resolve_plan(text: str, shape: Shape) -> AttentionPlan:
     return resolve_attention(text, scope)
 
 
+def over_everything(plan: str) -> str:
+    """A plan's text where everything is in reach: a window is then something to read, no cache."""
+    return "global+window" if plan == "window" else plan
+
+
 @torch.inference_mode()
 def measure_case(plan: str, backend: str, tokens: int, where: Where) -> tuple[float, int | None]:
     """Median seconds and peak bytes of a plan (by its text) and backend, after a warm-up.
 
-    That is the last chunk's call on a CPU, and a whole round elsewhere, since a kernel may be
-    compiled for every number of keys.
+    That is the last chunk's call on a CPU, and a whole round elsewhere, where the first numbers of
+    keys may compile kernels.
     """
     video = Video(plan, make_backend(backend, where.device), tokens, where)
-    with _compiling(backend, where.device):
-        if where.device.type == "cpu":
-            video.fill()
-            video.last_call()
-        else:
-            video.seconds()
-        taken = [video.seconds()]
-        while len(taken) < MAX_REPEATS and sum(taken) < REPEAT_S:
-            taken.append(video.seconds())
-        return median(taken), video.peak_bytes()
+    if where.device.type == "cpu":
+        video.fill()
+        video.last_call()
+    else:
+        video.seconds()
+    taken = [video.seconds()]
+    while len(taken) < MAX_REPEATS and sum(taken) < REPEAT_S:
+        taken.append(video.seconds())
+    return median(taken), video.peak_bytes()
 
 
 @torch.inference_mode()
 def output_error(plan: str, backend: str, tokens: int, where: Where) -> float:
     """Error of a plan on random data, with everything in reach; see ``Row.error``."""
-    text = "global+window" if plan == "window" else plan
-    video = Video(text, make_backend(backend, where.device), tokens, where)
+    video = Video(over_everything(plan), make_backend(backend, where.device), tokens, where)
     video.fill()
-    with _compiling(backend, where.device):
-        return video.error()
-
-
-def _compiling(backend: str, device: torch.device) -> AbstractContextManager[object]:
-    """Lets FlexAttention compile a kernel for each number of keys that a global plan comes to."""
-    if backend != "flex" or device.type != "cuda":
-        return nullcontext()
-    import torch._dynamo
-
-    patch: AbstractContextManager[object] = torch._dynamo.config.patch(recompile_limit=MAX_SHAPES)
-    return patch
+    return video.error()

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from longtake.errors import StateError
 from longtake.schedulers.noise import TRAIN_TIMESTEPS
-from longtake.video.attention_backends import BIAS, Sizes, choose_backend
+from longtake.video.attention_backends import Sizes, choose_backends
 from longtake.video.attention_plan import AttentionPlan
 from longtake.video.attention_reader import Reader
 from longtake.video.attention_readings import Full
@@ -70,29 +70,23 @@ class CausalWan:
     """A stock transformer with the causal processors installed.
 
     ``session`` names the rollout whose cache a forward uses, while it runs; several rollouts may
-    share one transformer by taking turns.
+    share one transformer by taking turns. ``backends`` says what computes its attention.
 
     Args:
         transformer: changed in place.
-        backend, cross_backend: of self- and cross-attention, by name or ``auto``.
+        backend: of self-attention, by name or ``auto``, and of cross-attention where it can do it.
 
     Raises:
-        BackendError: a backend is missing, or cannot do this.
+        BackendError: the backend is missing, or cannot do this.
     """
 
-    def __init__(
-        self,
-        transformer: WanTransformer3DModel,
-        backend: str = "auto",
-        cross_backend: str = "auto",
-    ) -> None:
+    def __init__(self, transformer: WanTransformer3DModel, backend: str = "auto") -> None:
         self.transformer = transformer.eval().requires_grad_(False)
         self.device: torch.device = transformer.patch_embedding.weight.device
         self.dtype: torch.dtype = transformer.patch_embedding.weight.dtype
         config = transformer.config
         sizes = Sizes(config.num_attention_heads, config.attention_head_dim)
-        self._own = choose_backend(backend, self.device, self.dtype, sizes=sizes)
-        self._cross = choose_backend(cross_backend, self.device, self.dtype, needs=[BIAS])
+        self.backends = choose_backends(backend, self.device, self.dtype, sizes)
         self.session: Session | None = None
         self.mesh: Mesh | None = None
         self._rope = transformer.rope
@@ -102,16 +96,6 @@ class CausalWan:
         for layer, block in enumerate(transformer.blocks):
             block.attn1.set_processor(_SelfAttention(self, layer))
             block.attn2.set_processor(_CrossAttention(self, layer))
-
-    @property
-    def backend(self) -> str:
-        """Name of the self-attention backend that was chosen."""
-        return self._own.name
-
-    @property
-    def cross_backend(self) -> str:
-        """Name of the cross-attention backend that was chosen."""
-        return self._cross.name
 
     def join(self, mesh: Mesh | None) -> None:
         """Be one rank's part of the model from now on; None makes it whole again."""
@@ -123,7 +107,7 @@ class CausalWan:
 
     def reader(self, plan: AttentionPlan) -> Reader | None:
         """What reads a cache by ``plan``; None where all of it is read in one call."""
-        return None if plan.plain else Reader(plan, self._own)
+        return None if plan.plain else Reader(plan, self.backends.own)
 
     def new_cache(
         self,
@@ -265,9 +249,9 @@ class _SelfAttention:
         seen = cache.exchange(self._layer, k, v)
         if mesh is not None and mesh.layout.ring > 1:
             reading = Full() if reader is None else reader.plan.reading_at(*place)
-            mixed = mesh.attend(q, seen, cache, self._wan._own, reading)
+            mixed = mesh.attend(q, seen, cache, self._wan.backends.own, reading)
         elif reader is None:
-            mixed = self._wan._own.attend(q, *seen)
+            mixed = self._wan.backends.own.attend(q, *seen)
         else:
             mixed = reader.attend(q, *seen, cache, place)
         if mesh is not None:
@@ -283,7 +267,7 @@ class _CrossAttention:
     def __call__(self, attn: Any, hidden_states: torch.Tensor, *_: object) -> torch.Tensor:
         text = self._wan._current().text
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        mixed = self._wan._cross.attend_biased(
+        mixed = self._wan.backends.cross.attend_biased(
             q, text.keys[self._layer], text.values[self._layer], text.bias
         )
         out: torch.Tensor = attn.to_out[0](mixed.flatten(2, 3))

@@ -16,8 +16,7 @@ from longtake.video.attention import Attend, attend_chunked
 from longtake.video.attention_backends import Backend
 from longtake.video.attention_readings import Chunked, Windows
 from longtake.video.clip_reading import ClipReading
-
-TRANSFORMERS = ("transformer", "transformer_2")
+from longtake.video.kv_cache import RopeTable
 
 
 @contextmanager
@@ -32,8 +31,7 @@ def clip_attention(pipeline: Any, reading: ClipReading | None, backend: Backend)
     if reading is None:
         yield
         return
-    found = [getattr(pipeline, name, None) for name in TRANSFORMERS]
-    blocks = [block for model in found if model is not None for block in model.blocks]
+    blocks = [block for model in transformers_of(pipeline) for block in model.blocks]
     before = [(block.attn1, block.attn1.processor) for block in blocks]
     processor = _SelfAttention(_attend(reading, backend))
     for attention, _ in before:
@@ -43,6 +41,12 @@ def clip_attention(pipeline: Any, reading: ClipReading | None, backend: Backend)
     finally:
         for attention, own in before:
             attention.set_processor(own)
+
+
+def transformers_of(pipeline: Any) -> list[Any]:
+    """The pipeline's one or two transformers (Wan 2.2 has one for high and one for low noise)."""
+    found = [getattr(pipeline, name, None) for name in ("transformer", "transformer_2")]
+    return [model for model in found if model is not None]
 
 
 def attend_windows(
@@ -95,16 +99,8 @@ class _SelfAttention:
         k = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, heads)
         v = attn.to_v(hidden_states).unflatten(2, heads)
         if rotary_emb is not None:
-            q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
+            cos, sin = rotary_emb
+            table = RopeTable(cos[..., 0::2], sin[..., 1::2])
+            q, k = table.rotate(q), table.rotate(k)
         out: torch.Tensor = attn.to_out[0](self._attend(q, k, v).flatten(2, 3))
         return out
-
-
-def _rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of channels, as diffusers' Wan processor does."""
-    x1, x2 = x_BSHD[..., 0::2], x_BSHD[..., 1::2]
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    out = torch.empty_like(x_BSHD)
-    out[..., 0::2] = x1 * cos - x2 * sin
-    out[..., 1::2] = x1 * sin + x2 * cos
-    return out

@@ -96,7 +96,7 @@ def load_model(
         device: where to put it; the CPU by default.
         dtype: fp32, bf16 or fp16, for transformer and text encoder (and the VAE, unless the
             manifest says otherwise).
-        backend: self-attention backend.
+        backend: of self-attention, and of cross-attention where it can do it.
 
     Raises:
         ModelError: a file is missing or damaged; WeightsError: weights do not fit.

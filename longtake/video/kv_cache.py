@@ -247,10 +247,10 @@ class KVCache:
 
 def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbouring slots as ranges (first, last + 1), in the order given."""
-    runs: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for slot in slots:
-        if runs and runs[-1][1] == slot:
-            runs[-1] = (runs[-1][0], slot + 1)
+        if ranges and ranges[-1][1] == slot:
+            ranges[-1] = (ranges[-1][0], slot + 1)
         else:
-            runs.append((slot, slot + 1))
-    return runs
+            ranges.append((slot, slot + 1))
+    return ranges

@@ -8,12 +8,28 @@ this trades time for memory; the chunk's own keys and values are never rounded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from longtake.video.kv_cache import CacheShape, KVCache, RopeTable, runs
 
+
 STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 LEVELS = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Keys or values of the past, for every layer.
+
+    Attributes:
+        tokens: [layers, B, S, H, D] in what is stored.
+        scales: [layers, B, frames, H, D] of int8, float32; of no frames otherwise.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor
 
 
 class CompactKVCache(KVCache):
@@ -46,30 +62,33 @@ class CompactKVCache(KVCache):
         tokens = self.shape.frame_tokens
         for first, last, table in self._past:
             part = slice(first * tokens, last * tokens)
-            table.rotate(self._load(self._raw_k, layer, first, last), k[:, part])
-            v[:, part] = self._load(self._raw_v, layer, first, last)
+            table.rotate(self._load(self._past_k, layer, first, last), k[:, part])
+            v[:, part] = self._load(self._past_v, layer, first, last)
             if self._means.shape[2]:
                 keys = k[:, part].unflatten(1, (-1, tokens))
                 self._means[layer, :, first:last] = keys.mean(2, dtype=torch.float32)
         self._write(k, self._own_rope.rotate(k_BSHD))
         self._write(v, v_BSHD)
         if self.recording:
-            self._store(self._raw_k, layer, k_BSHD)
-            self._store(self._raw_v, layer, v_BSHD)
+            self._store(self._past_k, layer, k_BSHD)
+            self._store(self._past_v, layer, v_BSHD)
         return k[:, : self._tokens], v[:, : self._tokens]
 
     def _allocate(
         self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        layers, batch, tokens, heads, dim = size
-        self._raw_k = torch.zeros(size, dtype=self._stored, device=device)
-        self._raw_v = torch.zeros(size, dtype=self._stored, device=device)
+        layers, batch, _, heads, dim = size
+        frames = self.shape.frames if self._stored == torch.int8 else 0
+
+        def stored() -> Stored:
+            scales = torch.zeros(layers, batch, frames, heads, dim, device=device)
+            return Stored(torch.zeros(size, dtype=self._stored, device=device), scales)
+
+        self._past_k, self._past_v = stored(), stored()
         self._k = torch.zeros((1, *size[1:]), dtype=dtype, device=device)
         self._v = torch.zeros((1, *size[1:]), dtype=dtype, device=device)
-        frames = tokens // self.shape.frame_tokens if self._stored == torch.int8 else 0
-        scales = (2, layers, batch, frames, heads, dim)
-        self._scales = torch.zeros(scales, dtype=torch.float32, device=device)
-        return self._raw_k, self._raw_v, self._k, self._v, self._scales
+        kept = [x for past in (self._past_k, self._past_v) for x in (past.tokens, past.scales)]
+        return *kept, self._k, self._v
 
     def _rotate_past(self, positions: dict[int, int]) -> None:
         """Nothing is roped yet; only remember which positions the stored keys will get."""
@@ -78,30 +97,26 @@ class CompactKVCache(KVCache):
             for first, last in runs(sorted(positions))
         ]
 
-    def _scale(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
-        """Scales [B, frames, H, D] of the layer's keys or values."""
-        return self._scales[0 if buffer is self._raw_k else 1, layer]
-
-    def _load(self, buffer: torch.Tensor, layer: int, first: int, last: int) -> torch.Tensor:
+    def _load(self, past: Stored, layer: int, first: int, last: int) -> torch.Tensor:
         """Stored tokens of some slots, in the dtype of computing."""
         tokens = self.shape.frame_tokens
-        stored = buffer[layer, :, first * tokens : last * tokens]
+        stored = past.tokens[layer, :, first * tokens : last * tokens]
         if self._stored != torch.int8:
             return stored.to(self._k.dtype)
-        scale = self._scale(buffer, layer)[:, first:last].unsqueeze(2)
+        scale = past.scales[layer, :, first:last].unsqueeze(2)
         wide: torch.Tensor = stored.unflatten(1, (-1, tokens)).float()
         return (wide * scale).flatten(1, 2).to(self._k.dtype)
 
-    def _store(self, buffer: torch.Tensor, layer: int, new_BSHD: torch.Tensor) -> None:
+    def _store(self, past: Stored, layer: int, new_BSHD: torch.Tensor) -> None:
         """Round the chunk's own tokens into their slots."""
         if self._stored != torch.int8:
-            self._write(buffer[layer], new_BSHD)
+            self._write(past.tokens[layer], new_BSHD)
             return
         frames = new_BSHD.float().unflatten(1, (-1, self.shape.frame_tokens))
         scale = frames.abs().amax(2).clamp_min(1e-8) / LEVELS
         levels = (frames / scale.unsqueeze(2)).round().to(torch.int8)
-        self._write(buffer[layer], levels.flatten(1, 2))
-        self._scale(buffer, layer)[:, self._own_slots] = scale
+        self._write(past.tokens[layer], levels.flatten(1, 2))
+        past.scales[layer][:, self._own_slots] = scale
 
 
 def make_cache(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 
 from longtake.video.attention import Merger
 from longtake.video.attention_backends import Backend
+from longtake.video.attention_reader import pick_frames, window_slots
 from longtake.video.attention_readings import Chunked, Reading, Window
 from longtake.video.components import CausalModel
 from longtake.video.kv_cache import CacheShape, KVCache, RopeTable
@@ -42,6 +42,7 @@ from longtake.video.parallel_layout import (
     parse_layout,
     resolve_layout,
     share,
+    usable_cores,
 )
 from longtake.video.plan import Plan
 
@@ -197,7 +198,13 @@ class Mesh:
             backend: computes the partial results.
             reading: every key, in chunks or not, or a window.
         """
-        held = torch.stack([_kept(x, cache, reading) for x in seen])
+        slots = None
+        if isinstance(reading, Window):
+            slots = window_slots(reading, cache, q_BSHD.device)
+        if slots is not None:
+            own = cache.shape.frame_tokens
+            seen = (pick_frames(seen[0], slots, own), pick_frames(seen[1], slots, own))
+        held = torch.stack(seen)
         tokens = reading.tokens if isinstance(reading, Chunked) else held.shape[2]
         parts = self._shares.parts
         frames = held.shape[2] // parts[self.place.ring]
@@ -259,7 +266,7 @@ def usable_ranks(device: str | None) -> int:
     kind = choose_device(device).type
     if kind == "cuda":
         return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return usable_cores()
 
 
 def join(engine: EngineOptions, model: CausalModel, plan: Plan, stored: int) -> dict[str, Any]:
@@ -284,18 +291,3 @@ def join(engine: EngineOptions, model: CausalModel, plan: Plan, stored: int) -> 
         "parallel": {"layout": layout.text, "ranks": ranks.size, "over": ranks.backend},
         "guarantee": {"level": "L3", "means": means},
     }
-
-
-def _kept(x_BSHD: torch.Tensor, cache: KVCache, reading: Reading) -> torch.Tensor:
-    """What this rank holds of the frames that are read."""
-    if not isinstance(reading, Window):
-        return x_BSHD
-    own = cache.own
-    past = sorted(frame for frame in cache.seen if frame not in own)
-    kept = reading.kept(past, len(own))
-    if len(kept) == len(past):
-        return x_BSHD
-    slots = torch.tensor([cache.seen.index(f) for f in (*kept, *own)], device=x_BSHD.device)
-    tokens = cache.shape.frame_tokens
-    frames: torch.Tensor = x_BSHD.unflatten(1, (-1, tokens))
-    return frames.index_select(1, slots).flatten(1, 2)

@@ -12,12 +12,11 @@ from typing import Any
 
 from longtake.errors import ParallelError, RequestError
 from longtake.video.clip import ClipModel
+from longtake.video.clip_attention import transformers_of
 from longtake.video.clip_plan import ClipPlan
 from longtake.video.numerics import choose_device
 from longtake.video.options import EngineOptions
 from longtake.video.parallel_layout import Layout, parse_layout
-
-TRANSFORMERS = ("transformer", "transformer_2")
 
 
 def check_clip(plan: ClipPlan, engine: EngineOptions) -> None:
@@ -52,8 +51,7 @@ def divide_clip(model: ClipModel, engine: EngineOptions) -> dict[str, Any]:
     from diffusers import ContextParallelConfig
 
     layout = parse_layout(engine.parallel or "auto") or Layout(ulysses=ranks.size)
-    parts = [getattr(model.pipeline, name, None) for name in TRANSFORMERS]
-    for part in [part for part in parts if part is not None]:
+    for part in transformers_of(model.pipeline):
         if getattr(part, "_cp_plan", None) is None:
             raise ParallelError(f"{type(part).__name__} has no plan for context parallelism")
         if getattr(part, "_parallel_config", None) is None:

@@ -34,7 +34,13 @@ from longtake.video.options import EngineOptions, Storage
 from longtake.video.parallel import usable_ranks
 from longtake.video.parallel_follow import begin, follow
 from longtake.video.parallel_groups import COMMAND_LIMITS, Limits, Ranks, under_launcher
-from longtake.video.parallel_layout import LEGAL, facts_of, most_ranks, parse_layout
+from longtake.video.parallel_layout import (
+    LEGAL,
+    facts_of,
+    most_ranks,
+    parse_layout,
+    usable_cores,
+)
 from longtake.video.plan import DRAWN_SEED_LIMIT
 from longtake.video.prepare import plan_request, resolve_request
 from longtake.video.profiles import NONE
@@ -72,7 +78,7 @@ def run_parallel(
     size = ranks_for(engine, resolved)
     if size == 1:
         return run(resolved, engine)
-    each = threads or max(1, usable_ranks("cpu") // size)
+    each = threads or max(1, usable_cores() // size)
     with _followers(resolved, engine, storage, (size, each)) as shared:
         return _lead(resolved, shared, run)
 

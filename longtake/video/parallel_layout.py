@@ -12,6 +12,7 @@ division leaves a rest.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -183,6 +184,13 @@ def choose_layout(ranks: int, facts: Facts) -> Layout:
             return layout
     reason, legal = broken_rule(candidates[-1], facts) or ("", "")
     raise RequestError("parallel", "auto", f"{ranks} ranks cannot share this: {reason}", legal)
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use; without CUDA devices ``auto`` has a rank for each."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def most_ranks(there: int, facts: Facts) -> int:

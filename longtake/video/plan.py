@@ -53,7 +53,8 @@ class Plan:
     """A rollout, fully resolved. Lengths count latent frames unless named otherwise.
 
     ``itemsize`` and ``vae_itemsize`` are bytes of one weight; ``kv_cache`` is what the KV cache
-    stores where that is not what is computed; ``profile`` is what of a profile was used;
+    stores where that is not what is computed; ``backend`` names what computes each attention, None
+    where no engine was asked; ``profile`` is what of a profile was used;
     ``rates``, this machine's measured speed, only add a time to the estimate.
     """
 
@@ -84,6 +85,7 @@ class Plan:
     itemsize: int
     vae_itemsize: int
     kv_cache: str | None = None
+    backend: Mapping[str, str] | None = None
     profile: Mapping[str, Any] | None = None
     rates: Rates | None = None
 
@@ -167,6 +169,7 @@ class Plan:
             "window": layout.window,
             "sink": layout.sink,
             "kv_cache": self.kv_cache,
+            "backend": None if self.backend is None else dict(self.backend),
             "profile": None if self.profile is None else dict(self.profile),
             "sampler": self.sampler,
             "num_inference_steps": self.steps,

@@ -9,8 +9,8 @@ from time import perf_counter
 from typing import Any
 
 from longtake.errors import RequestError, ResumeError
-from longtake.video.attention_backends import choose_backend
-from longtake.video.components import CausalModel, check_text_length
+from longtake.video.attention_backends import Sizes, choose_backends
+from longtake.video.components import check_text_length
 from longtake.video.cost import ITEM_SIZES
 from longtake.video.inputs import Given, encode_given, input_hash, read_given
 from longtake.video.latents import (
@@ -64,14 +64,16 @@ def prepare_hybrid(
     dtype = choose_dtype(engine.dtype, device)
     manifest = _manifest(source)
     backend = chosen_backend(engine.backend, plan.profile)
-    choose_backend(backend, device, torch_dtype(dtype))
     _check_prompts(models.tokenizer(manifest), manifest, plan)
     if stored is not None and stored.dtype != dtype:
         raise ResumeError(f"dtype={dtype}: the stored rollout was made in {stored.dtype}")
     model = models.causal(source, manifest, (device, dtype, backend))
     marks = models.fingerprint(device, model.wan.dtype)
     section = engine_section(
-        device=device, dtype=dtype, backend=_backends(model), fingerprint=marks
+        device=device,
+        dtype=dtype,
+        backend=model.wan.backends.as_dict() | {"vae_convolutions": model.vae_form},
+        fingerprint=marks,
     )
     if stored is not None:
         check_same_model(stored, plan, model.hashes)
@@ -141,6 +143,11 @@ def plan_hybrid(
         kv_cache = rollout.plan.get("kv_cache")
     plan = replace(plan, kv_cache=kv_cache, profile=used)
     check_layout(plan, engine)
+    backend, width = chosen_backend(engine.backend, used), shape.transformer
+    chosen = choose_backends(
+        backend, device, torch_dtype(dtype), Sizes(width.heads, width.head_dim)
+    )
+    plan = replace(plan, backend=chosen.as_dict())
     if not probe:
         return plan, given
     # only a legal request is worth measuring the machine for
@@ -162,15 +169,6 @@ def _stored_input(request: VideoRequest, resume: LatentFolder | None) -> Given |
     if stored.inputs.kind not in ("image", "continue") or not whole:
         return None
     return Given(stored.inputs, None, None, {"kind": stored.inputs.kind})
-
-
-def _backends(model: CausalModel) -> dict[str, str]:
-    """What computes each kind of layer, for the receipt."""
-    return {
-        "self_attention": model.wan.backend,
-        "cross_attention": model.wan.cross_backend,
-        "vae_convolutions": model.vae_form,
-    }
 
 
 def _check_empty(engine: EngineOptions, storage: Storage) -> None:

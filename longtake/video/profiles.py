@@ -171,7 +171,8 @@ def find_profile(
         if named is not None:
             raise
         return None, (f"not used: {error}",)
-    reason = why_not(found.profile.backend, device, torch_dtype(dtype))
+    width = shape.transformer.head_dim
+    reason = why_not(found.profile.backend, device, torch_dtype(dtype), head_dim=width)
     if reason is not None and named is None:
         text = f"profile={path}: its backend {found.profile.backend} cannot be used: {reason}"
         return None, (f"not used: {text}",)

@@ -18,6 +18,7 @@ import torch
 from longtake.errors import DecodeMemoryError, ResumeError
 from longtake.schedulers.chunks import ChunkSpec
 from longtake.schedulers.samplers import add_noise, euler_step, lcm_step
+from longtake.video.attention_reader import Reader
 from longtake.video.causal_wan import Session, TextCache
 from longtake.video.codec import DecoderState, StreamingDecoder, to_uint8
 from longtake.video.components import CausalModel
@@ -108,9 +109,16 @@ class Rollout:
         model: loaded components.
         inputs: clean latents [1, C, F, h, w] of a start image or clip, as the plan's input kind
             needs them.
+        reader: reads the cache in place of the plan's own.
     """
 
-    def __init__(self, plan: Plan, model: CausalModel, inputs: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: CausalModel,
+        inputs: torch.Tensor | None = None,
+        reader: Reader | None = None,
+    ) -> None:
         self.plan = plan
         self._model = model
         self._inputs = inputs
@@ -118,14 +126,15 @@ class Rollout:
         self._specs = list(plan.chunks)
         self._prompt = 0
         batch = 2 if plan.guided else 1
+        reader = reader or model.wan.reader(plan.reading)
         cache = model.wan.new_cache(
             batch,
             plan.layout.capacity,
             plan.latent_shape[1:],
-            means=plan.reading.ranks,
+            means=reader is not None and reader.ranks,
             storage=plan.kv_cache,
         )
-        self._session = Session(cache, self._text(0), model.wan.reader(plan.reading))
+        self._session = Session(cache, self._text(0), reader)
         self._switch_at = {s.chunk: i for i, s in enumerate(plan.switches, start=1)}
         self._recent: dict[int, torch.Tensor] = {}
         self._chunk = 0

@@ -71,7 +71,8 @@ def tune(
     device = choose_device(how[0])
     dtype = choose_dtype(how[1], device)
     shape = read_shape(manifest)
-    backends = [n for n in MAKERS if why_not(n, device, torch_dtype(dtype), [LSE]) is None]
+    kind, width = torch_dtype(dtype), shape.transformer.head_dim
+    backends = [n for n in MAKERS if why_not(n, device, kind, [LSE], width) is None]
     if device.type == "cpu":
         # FlexAttention makes the whole matrix of scores there
         backends = [n for n in backends if n in MEASURED]

@@ -148,7 +148,7 @@ class Maker:
         """Tell where the job is."""
         data = {"phase": "generating", "chunk": chunk, "chunks": job.plan["chunks"], "step": step}
         data |= {"steps": job.plan["steps"], "fps": 8.0, "eta_seconds": 1.5}
-        self._service.store.leases.renew(job.id, job.fence, 60, data)
+        self._service.store.held.renew(job.id, job.fence, 60, data)
 
     def chunk(self, job: Job, index: int, frames: int = 9) -> None:
         """Store a chunk: latents, segment and preview, with the first one the headers."""
@@ -184,7 +184,7 @@ class Maker:
             keys[ArtifactKind.SEGMENT],
             {},
         )
-        self._service.store.leases.record_chunk(job.id, job.fence, record, files)
+        self._service.store.held.record_chunk(job.id, job.fence, record, files)
 
     def results(self, job: Job, frames: int | None = None) -> list[Artifact]:
         """The files of a whole video, or of its first ``frames``."""
@@ -245,7 +245,7 @@ class Maker:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         file = File(kind, path, content_type, details)
-        return self._service.artifacts.publish(folder, file, job.owner)
+        return self._service.artifacts.publish(folder, [file], job.owner)[0]
 
 
 MakeMaker = Callable[[Site], Maker]

@@ -84,7 +84,7 @@ def run_to_the_end(site: Site, job: Job) -> None:
     claimed = leases.claim("worker-1", "default", loaded_model=None, affinity_s=0, lease_s=60)
     assert claimed is not None
     assert claimed.id == job.id
-    leases.renew(job.id, claimed.fence, 60, {"phase": "generating", "step": 1})
+    site.service.store.held.renew(job.id, claimed.fence, 60, {"phase": "generating", "step": 1})
     leases.complete(job.id, claimed.fence, [], {})
 
 
@@ -103,7 +103,7 @@ def test_one_video_is_followed_from_its_beginning_to_its_end(api: Site) -> None:
         claimed = leases.claim("worker-1", "default", loaded_model=None, affinity_s=0, lease_s=60)
         assert claimed is not None
         assert stream.event()["status"] == "in_progress"
-        leases.renew(job.id, claimed.fence, 60, {"phase": "generating", "step": 1})
+        api.service.store.held.renew(job.id, claimed.fence, 60, {"phase": "generating", "step": 1})
         assert stream.event()["x_progress"]["step"] == 1
         leases.complete(job.id, claimed.fence, [], {})
         assert stream.event()["status"] == "completed"

@@ -34,7 +34,7 @@ def test_a_running_video_is_asked_to_stop(api: Any, api_maker: Any) -> None:
     assert shown["status"] == "in_progress"
     assert shown["cancel_requested"]
     assert shown["x_progress"]["phase"] == "cancelling"
-    renewal = api.service.store.leases.renew(job.id, job.fence, 60)
+    renewal = api.service.store.held.renew(job.id, job.fence, 60)
     assert renewal.cancel_requested
     assert renewal.keep_chunks
     api.service.store.leases.cancelled(job.id, job.fence, api_maker.results(job, frames=8))

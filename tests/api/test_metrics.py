@@ -54,7 +54,7 @@ def make(site: Site) -> None:
     done = claim(site)
     timings = {"denoise": 1.5, "decode": 0.5}
     chunk = ChunkRecord(done.id, 0, done.fence, 9, None, None, timings)
-    store.leases.record_chunk(done.id, done.fence, chunk, [], {})
+    store.held.record_chunk(done.id, done.fence, chunk, [], {})
     store.leases.complete(done.id, done.fence, [], {})
     lost = claim(site, lease_s=-1)
     assert claim(site, "worker-2").id == lost.id

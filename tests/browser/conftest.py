@@ -146,7 +146,7 @@ class Take:
 
     def say(self, step: int, phase: str = "generating", eta_s: float = 12.0) -> Any:
         """Report progress, and hear whether to stop."""
-        return self.store.leases.renew(
+        return self.store.held.renew(
             self.job.id, self.job.fence, 60, self._progress(step, phase, eta_s)
         )
 
@@ -174,14 +174,14 @@ class Take:
         )
         self.done += 1
         progress = self._progress(0, "generating", 2.0 * (len(self.sizes) - self.done))
-        self.store.leases.record_chunk(self.job.id, self.job.fence, record, published, progress)
+        self.store.held.record_chunk(self.job.id, self.job.fence, record, published, progress)
 
     def picture(self, step: int) -> None:
         """Show a picture of a clip, as the engine does between two steps."""
         frames = drawn(step, 1, self.job.request["seed"], self.job.plan["num_frames"])
         file = self.folder.write(ArtifactKind.PREVIEW, self.folder.preview(step), preview(frames))
         said = (self._progress(step, "generating", 3.0), [self._published(file)])
-        self.store.leases.renew(self.job.id, self.job.fence, 60, *said)
+        self.store.held.renew(self.job.id, self.job.fence, 60, *said)
 
     def finish(self, **receipt: Any) -> Job:
         """Store what is left, and complete the job."""
@@ -217,7 +217,7 @@ class Take:
         return [self._published(file) for file in files]
 
     def _published(self, file: File) -> Artifact:
-        return self.artifacts.publish(self.folder.root, file, self.job.owner)
+        return self.artifacts.publish(self.folder.root, [file], self.job.owner)[0]
 
     def _progress(self, step: int, phase: str, eta_s: float) -> dict[str, Any]:
         return {

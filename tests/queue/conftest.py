@@ -249,7 +249,7 @@ class Desk:
 
     def lose(self, job: Job) -> None:
         """Let the lease of a running job run out now."""
-        self.store.leases.renew(job.id, job.fence, -1.0)
+        self.store.held.renew(job.id, job.fence, -1.0)
 
     def get(self, job: Job) -> Job:
         """The job as it is now."""
@@ -276,7 +276,7 @@ class Desk:
         """Store that a chunk is denoised."""
         latents = self.file(job, ArtifactKind.LATENTS, f"latents/{index}")
         record = ChunkRecord(job.id, index, job.fence, 0, latents.key, None, {})
-        self.store.leases.record_latents(job.id, job.fence, record, [latents])
+        self.store.held.record_latents(job.id, job.fence, record, [latents])
         return latents
 
     def store_chunk(self, job: Job, index: int) -> Artifact:
@@ -286,7 +286,7 @@ class Desk:
         record = ChunkRecord(
             job.id, index, job.fence, 12, latents.key, segment.key, {"decode": 0.5}
         )
-        self.store.leases.record_chunk(
+        self.store.held.record_chunk(
             job.id, job.fence, record, [segment], {"chunk": index + 1, "chunks": 3}
         )
         return segment

@@ -65,7 +65,7 @@ def put(store: Artifacts, text: bytes, name: str = "segments/a.m4s", fence: int 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text)
     file = File(ArtifactKind.SEGMENT, path, "video/iso.segment", {"frames": 3})
-    artifact = store.publish(folder, file, "local")
+    (artifact,) = store.publish(folder, [file], "local")
     assert artifact.sha256 == hashlib.sha256(text).hexdigest()
     assert (artifact.size, artifact.fence, artifact.job_id) == (len(text), fence, JOB)
     assert artifact.details == {"frames": 3}
@@ -193,7 +193,7 @@ def test_only_files_of_the_attempt_are_published(opened: Open, tmp_path: Path) -
     for path in (stray, folder / "link", folder / ".." / ".." / ".." / ".." / "stray"):
         file = File(ArtifactKind.VIDEO, path, "video/mp4")
         with pytest.raises(ServiceError, match="not in the attempt's folder"):
-            store.publish(folder, file, "local")
+            store.publish(folder, [file], "local")
 
 
 def test_in_a_folder_publishing_and_fetching_copy_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
@@ -15,8 +17,9 @@ import pytest
 from safetensors.torch import load_file
 
 from longtake.errors import RequestError
+from longtake.queue.admission import check_ranks
 from longtake.queue.engine import EngineDied, EngineProcess, EngineSettings
-from longtake.queue.engine_group import EngineGroup, make_engine
+from longtake.queue.engine_group import EngineGroup, group_size, make_engine
 from longtake.queue.messages import (
     ChunkDone,
     EngineMessage,
@@ -29,6 +32,11 @@ from longtake.queue.messages import (
 )
 from longtake.queue.records import ArtifactKind
 from longtake.settings import Settings
+from longtake.video.options import EngineOptions
+from longtake.video.parallel_launch import ranks_for
+from longtake.video.parallel_layout import usable_cores
+from longtake.video.prepare import plan_request
+from longtake.video.request import VideoRequest
 
 MakeModel = Callable[..., Path]
 LIMIT_S = 400.0
@@ -184,3 +192,80 @@ def test_one_gpu_that_is_named_is_the_engines_own(parallel: str | None) -> None:
     assert engine.options.environment["CUDA_VISIBLE_DEVICES"] == "3"
     with pytest.raises(RequestError, match="device='cpu'"):
         make_engine(Settings(gpus=("3",), parallel=parallel, device="cpu"))
+
+
+def with_cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A machine with so many cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+
+
+@pytest.mark.parametrize(
+    ("cores", "changes", "ranks"),
+    [
+        (1, {}, 1),
+        (3, {}, 3),
+        (64, {}, 4),  # rows of the latents
+        (64, {"size": [40, 24]}, 6),
+        (2, {"guidance_scale": 2.0}, 2),
+    ],
+)
+def test_auto_has_as_many_ranks_as_can_share_the_default_model(
+    make_model: MakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    changes: dict[str, Any],
+    ranks: int,
+) -> None:
+    """Those that ``generate`` takes, and the model's own video is not refused."""
+    with_cores(monkeypatch, cores)
+    model = str(make_model(**changes))
+    settings = Settings(parallel="auto", default_model=model)
+    assert group_size(settings) == ranks
+    request = VideoRequest(prompt="a red ball", model=model)
+    assert ranks_for(EngineOptions("cpu", parallel="auto"), request) == ranks
+    check_ranks(plan_request(request, EngineOptions("cpu"), probe=False), settings)
+    engine = make_engine(settings)
+    assert isinstance(engine, EngineGroup) == (ranks > 1)
+
+
+def test_gpus_that_cannot_share_the_default_model_stay_idle(
+    make_model: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = str(make_model())
+    engine = make_engine(Settings(gpus=tuple("abcdef"), default_model=model))
+    assert isinstance(engine, EngineGroup)
+    assert (engine._size, engine._gpus) == (4, tuple("abcd"))
+    assert "GPUs e, f stay idle: 4 can share the default model" in caplog.text
+
+
+def test_a_model_that_is_not_there_yet_has_one_rank_a_device(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Asked again once it is."""
+    with_cores(monkeypatch, 5)
+    assert group_size(Settings(parallel="auto", default_model="nobody/nothing-1.3b")) == 5
+    later = Settings(parallel="auto", default_model=str(tmp_path / "later"))
+    assert group_size(later) == 5
+    make_model("later")
+    assert group_size(later) == 4
+
+
+def test_the_number_of_ranks_takes_no_torch() -> None:
+    code = (
+        "import sys; from longtake.queue.engine_group import group_size; "
+        "from longtake.settings import Settings; group_size(Settings(parallel='auto')); "
+        "sys.exit('torch' in sys.modules or 'longtake.queue.catalogue' not in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_cores_are_counted_where_the_system_does_not_say_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_cores(monkeypatch, 7)
+    assert usable_cores() == 7
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert usable_cores() == 5
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cores() == 1

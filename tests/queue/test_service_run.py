@@ -59,7 +59,7 @@ class Worker:
         if stop_at == "start":
             self.stop, self.keep = True, keep
 
-    def send(self, message: EngineMessage) -> None:
+    def send(self, message: EngineMessage, *, more: bool = False) -> None:
         """Check that every file told of is there, whole, before anything else happens."""
         for file in getattr(message, "files", ()):
             assert file.path.stat().st_size > 0

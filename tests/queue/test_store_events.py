@@ -76,7 +76,7 @@ def test_progress_goes_with_the_job_that_finishes(desk: Desk) -> None:
     desk.submit()
     job = desk.claim()
     for step in range(3):
-        desk.store.leases.renew(job.id, job.fence, 60, {"step": step})
+        desk.store.held.renew(job.id, job.fence, 60, {"step": step})
     assert desk.told(job).count("progress") == 3
     desk.store_chunk(job, 0)
     desk.complete(job)

@@ -92,9 +92,9 @@ def test_a_claim_says_who_and_for_how_long(desk: Desk) -> None:
 def test_renewal_tells_progress_and_what_is_wanted(desk: Desk) -> None:
     desk.submit()
     job = desk.claim(lease_s=10)
-    desk.store.leases.renew(job.id, job.fence, 500)
+    desk.store.held.renew(job.id, job.fence, 500)
     assert desk.told(job) == ["queued", "started"]
-    desk.store.leases.renew(job.id, job.fence, 500, {"step": 2})
+    desk.store.held.renew(job.id, job.fence, 500, {"step": 2})
     now = desk.get(job)
     assert now.progress == {"step": 2}
     assert now.lease_until is not None
@@ -127,7 +127,7 @@ def test_a_decode_alone_keeps_the_latents_of_the_attempt_before(desk: Desk) -> N
     job = desk.claim()
     segment = desk.file(job, ArtifactKind.SEGMENT, "segments/0")
     record = ChunkRecord(job.id, 0, job.fence, 12, None, segment.key, {})
-    desk.store.leases.record_chunk(job.id, job.fence, record, [segment])
+    desk.store.held.record_chunk(job.id, job.fence, record, [segment])
     [chunk] = desk.store.listings.chunks(job.id)
     assert (chunk.latents_key, chunk.segment_key) == (latents.key, segment.key)
     desk.complete(job)
@@ -140,9 +140,9 @@ def test_a_newer_file_takes_the_olders_place(desk: Desk) -> None:
     for index in range(2):
         preview = desk.file(job, ArtifactKind.PREVIEW, f"preview-{index}")
         record = ChunkRecord(job.id, index, job.fence, 12, None, None, {})
-        desk.store.leases.record_chunk(job.id, job.fence, record, [preview])
+        desk.store.held.record_chunk(job.id, job.fence, record, [preview])
     # the same file told once more, as after a lost connection, is no garbage
-    desk.store.leases.record_chunk(job.id, job.fence, record, [preview])
+    desk.store.held.record_chunk(job.id, job.fence, record, [preview])
     assert [one.key for one in desk.store.files.of_job(job.id)] == [preview.key]
     assert desk.garbage() == [f"jobs/{job.id}/1/preview-0"]
     assert desk.told(job)[2:4] == ["chunk", "preview"]
@@ -155,7 +155,7 @@ def test_complete_publishes_once_and_tidies(desk: Desk) -> None:
     desk.store.leases.release(lost.id, lost.fence, counts=True)
     job = desk.claim()
     desk.store_chunk(job, 0)
-    desk.store.leases.renew(job.id, job.fence, 60, {"step": 1})
+    desk.store.held.renew(job.id, job.fence, 60, {"step": 1})
     done = desk.complete(job)
     assert (done.state, done.lease_owner, done.lease_until) == (JobState.COMPLETED, None, None)
     assert done.completed_at is not None
@@ -177,13 +177,13 @@ def test_every_write_under_an_old_fence_is_refused(desk: Desk) -> None:
     job = desk.claim("worker-2")
     assert (job.id, job.fence) == (old.id, 2)
     before = desk.get(job), desk.told(job), desk.store.files.of_job(job.id)
-    calls = desk.store.leases
+    calls, held = desk.store.leases, desk.store.held
     record = ChunkRecord(old.id, 0, old.fence, 12, None, None, {})
     for write in (
-        lambda: calls.renew(old.id, old.fence, 60),
-        lambda: calls.renew(old.id, old.fence, 60, {"step": 1}),
-        lambda: calls.record_latents(old.id, old.fence, record, []),
-        lambda: calls.record_chunk(old.id, old.fence, record, []),
+        lambda: held.renew(old.id, old.fence, 60),
+        lambda: held.renew(old.id, old.fence, 60, {"step": 1}),
+        lambda: held.record_latents(old.id, old.fence, record, []),
+        lambda: held.record_chunk(old.id, old.fence, record, []),
         lambda: calls.fail(old.id, old.fence, {"code": "x"}),
         lambda: calls.cancelled(old.id, old.fence),
         lambda: calls.release(old.id, old.fence, counts=True),

@@ -127,7 +127,7 @@ def test_cancel_of_a_running_job_asks_its_worker(desk: Desk, keep: bool) -> None
     asked = desk.store.submissions.cancel(job.id, "local", keep_chunks=keep)
     assert (asked.state, asked.cancel_requested) == (JobState.RUNNING, True)
     desk.store.submissions.cancel(job.id, "local")
-    renewal = desk.store.leases.renew(job.id, job.fence, 60)
+    renewal = desk.store.held.renew(job.id, job.fence, 60)
     assert (renewal.cancel_requested, renewal.keep_chunks) == (True, keep)
     files = [desk.file(job, ArtifactKind.VIDEO, "video.mp4")] if keep else []
     done = desk.store.leases.cancelled(job.id, job.fence, files)

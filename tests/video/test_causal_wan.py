@@ -163,3 +163,32 @@ def test_transformer_refuses_a_call_from_outside(
     CausalWan(fresh_transformer)
     with pytest.raises(StateError):
         fresh_transformer(torch.zeros(1, 4, 1, *LATENT), torch.zeros(1), torch.zeros(1, 4, 16))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("length", [9, 40])
+def test_cross_attention_is_that_to_the_whole_padded_text(
+    fresh_transformer: WanTransformer3DModel, backend: str, length: int
+) -> None:
+    """By the backend that was named, with padding folded and without any."""
+    torch.manual_seed(5)
+    wan = CausalWan(fresh_transformer, backend)
+    assert (wan.backends.own.name, wan.backends.cross.name) == (backend, backend)
+    embeddings = [torch.randn(9, 16), torch.randn(9 if length == 9 else 4, 16)]
+    wan.session = Session(wan.new_cache(2, 4, LATENT), wan.encode_text(embeddings, length))
+    assert (wan.session.text.bias is None) == (length == 9)
+    padded = torch.stack([nn.functional.pad(e, (0, 0, 0, length - len(e))) for e in embeddings])
+    hidden = torch.randn(2, 2 * TOKENS, fresh_transformer.config.num_attention_heads * 24)
+    with torch.inference_mode():
+        text = fresh_transformer.condition_embedder.text_embedder(padded)
+        for block in fresh_transformer.blocks:
+            attn = block.attn2
+            heads = (attn.heads, -1)
+            q = attn.norm_q(attn.to_q(hidden)).unflatten(2, heads)
+            k = attn.norm_k(attn.to_k(text)).unflatten(2, heads)
+            v = attn.to_v(text).unflatten(2, heads)
+            weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+            expected = attn.to_out[0](torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
+            made = attn.processor(attn, hidden)
+            assert expected.std() > 0.05
+            assert (made - expected).abs().max() <= 1e-6

@@ -75,7 +75,7 @@ def test_a_try_that_stored_a_chunk_does_not_count(rig: Rig, dead: Process) -> No
     rig.submit()
     job = rig.claim("gone")
     chunk = ChunkRecord(job.id, 0, job.fence, 0, None, None, {})
-    rig.store.leases.record_latents(job.id, job.fence, chunk, [])
+    rig.store.held.record_latents(job.id, job.fence, chunk, [])
     rig.store.workers.beat(record("gone", dead))
     assert reclaim_dead(rig.store) == [job.id]
     assert (rig.job().state, rig.job().attempt) == (JobState.QUEUED, 0)
@@ -108,7 +108,7 @@ def test_a_reused_process_id_is_no_living_worker(rig: Rig) -> None:
 def test_expired_leases_are_freed(rig: Rig) -> None:
     rig.submit()
     job = rig.claim("elsewhere")
-    rig.store.leases.renew(job.id, job.fence, -1.0)
+    rig.store.held.renew(job.id, job.fence, -1.0)
     reconciler(rig, Ticks()).run()
     assert rig.job().state is JobState.QUEUED
 

@@ -281,7 +281,7 @@ def test_a_stale_attempt_commits_nothing_and_leaves_nothing(rig: Rig) -> None:
         stale = rig.job()
         other = None
         while other is None:  # the attempt's own thread may renew the lease in between
-            rig.store.leases.renew(stale.id, stale.fence, -1.0)
+            rig.store.held.renew(stale.id, stale.fence, -1.0)
             other = rig.store.leases.claim("worker-2", "default", lease_s=rig.settings.lease_s)
         assert other.fence == 2
 
