@@ -86,7 +86,10 @@ def _add_keys(commands: Any, command: NewCommand) -> None:
     listing = command(actions, "list", "list keys, without their secrets", _keys_list)
     revoke = command(actions, "revoke", "let a key open nothing any more", _keys_revoke)
     revoke.add_argument("id", help="key_..., as the list shows it")
-    for action in (create, listing, revoke):
+    move = command(actions, "move", "hand the videos of one owner to a key", _keys_move)
+    move.add_argument("source", help="key_..., also a revoked one, or local: made without a key")
+    move.add_argument("target", help="key_... that is to have them")
+    for action in (create, listing, revoke, move):
         _add_data(action)
 
 
@@ -248,12 +251,20 @@ def _keys_create(args: argparse.Namespace) -> int:
     for name, value in limits.items():
         if value < 0:
             raise RequestError(name, value, "is out of range", "0 or more")
+    from longtake.queue.records import LOCAL_OWNER
+
     store = _open_store(args)
     try:
         key, secret = store.keys.create(args.name, limits)
+        hidden = sum(store.listings.counts(LOCAL_OWNER).values())
     finally:
         store.close()
     text = f"{secret}\n\nThis is {key.id}. It is shown only now; keep it safe."
+    if hidden:
+        text += (
+            f"\n{hidden} videos were made without a key, and no key shows them. "
+            f"To have them: longtake keys move {LOCAL_OWNER} {key.id}"
+        )
     _print(args, {**asdict(key), "secret": secret}, text)
     return DONE
 
@@ -282,6 +293,17 @@ def _keys_revoke(args: argparse.Namespace) -> int:
     finally:
         store.close()
     _print(args, asdict(key), f"{key.id} ({key.name}) is revoked")
+    return DONE
+
+
+def _keys_move(args: argparse.Namespace) -> int:
+    """Hand the videos of one owner to a key."""
+    store = _open_store(args)
+    try:
+        moved = store.keys.move(args.source, args.target)
+    finally:
+        store.close()
+    _print(args, {"moved": moved}, f"{args.target} has {moved} videos of {args.source} now")
     return DONE
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from longtake.cli import main
-from longtake.queue.database import current_revision
+from longtake.queue.database import current_revision, upgrade
+from longtake.queue.records import LOCAL_OWNER, NewJob
 from longtake.queue.store import open_store
 from longtake.serve import ServeOptions, Supervisor
 from longtake.settings import Settings
@@ -72,9 +73,23 @@ def test_a_key_is_shown_once_and_in_words(run: Run, data: Path) -> None:
     assert code == 0
     assert out.startswith("lt_")
     assert "only now" in out
+    assert "keys move" not in out  # nothing was made without a key
     _, listed, _ = run("keys list")
     assert "active" in listed
     assert out.split()[0] not in listed
+
+
+def test_videos_without_a_key_are_told_of_and_handed_over(run: Run, data: Path) -> None:
+    upgrade(Settings().database)
+    store = open_store(Settings())
+    asked = {"prompt": "a ball"}
+    store.submissions.submit([NewJob(LOCAL_OWNER, asked, {}, "papercut", "hybrid", "a ball")])
+    _, out, _ = run("keys create laptop")
+    hint = out.rpartition("longtake ")[2].strip()
+    assert "1 videos were made without a key" in out
+    assert run(hint)[:2] == (0, f"{hint.split()[-1]} has 1 videos of local now\n")
+    assert sum(store.listings.counts(hint.split()[-1]).values()) == 1
+    store.close()
 
 
 def test_a_flag_wins_over_the_environment(run: Run, data: Path, tmp_path: Path) -> None:

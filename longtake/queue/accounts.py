@@ -6,14 +6,14 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import bindparam, insert, select, update
 
-from longtake.errors import NotFoundError
-from longtake.queue.database import Database, again
+from longtake.errors import ConflictError, NotFoundError
+from longtake.queue.database import Database, Turn, again
 from longtake.queue.ids import new_id, random_text
-from longtake.queue.records import ApiKey
+from longtake.queue.records import LOCAL_OWNER, ApiKey, JobState
 from longtake.queue.rows import columns_of, read_row
-from longtake.queue.tables import api_keys
+from longtake.queue.tables import api_keys, artifacts, batches, events, jobs, owners, webhooks
 
 SCHEME = "lt"
 PREFIX_LENGTH = 8
@@ -63,6 +63,38 @@ class Accounts:
         statement = select(*columns_of(ApiKey)).order_by(api_keys.c.created_at, api_keys.c.id)
         with self._db.read() as conn:
             return [read_row(ApiKey, row) for row in conn.execute(statement)]
+
+    @again
+    def move(self, source: str, target: str) -> int:
+        """Hand everything of one owner to another; returns how many videos that are.
+
+        Args:
+            source: a key's id, of a revoked one too, or ``LOCAL_OWNER``: made without a key.
+            target: the id of a key that is not revoked.
+
+        Raises:
+            NotFoundError: there is no such key.
+            ConflictError: ``not_finished``, a video of ``source`` is being made.
+        """
+        with self._db.write() as conn:
+            for owner in sorted({source, target}):
+                self._db.take_turn(conn, Turn.OWNER, owner)
+            known = select(api_keys.c.revoked_at).where(api_keys.c.id == bindparam("key"))
+            if source != LOCAL_OWNER and conn.execute(known, {"key": source}).first() is None:
+                raise NotFoundError("key", source)
+            row = conn.execute(known, {"key": target}).first()
+            if row is None or row.revoked_at is not None or source == target:
+                raise NotFoundError("key", target)
+            mine = jobs.c.owner == source
+            states = conn.execute(select(jobs.c.state).where(mine).with_for_update()).scalars()
+            if JobState.RUNNING in states:
+                # its worker writes in the name of the owner that it knows
+                raise ConflictError("a video of this owner is being made just now", "not_finished")
+            conn.execute(self._db.insert(owners).values(owner=target).on_conflict_do_nothing())
+            moved = conn.execute(update(jobs).where(mine).values(owner=target)).rowcount
+            for table in (artifacts, batches, webhooks, events):
+                conn.execute(update(table).where(table.c.owner == source).values(owner=target))
+        return moved
 
     @again
     def revoke(self, key_id: str) -> ApiKey:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from longtake.errors import ConflictError, NotFoundError
+
 VIDEO = {"prompt": "a red ball", "num_frames": 9}
 
 
@@ -92,6 +94,35 @@ def test_a_key_that_is_made_closes_the_service(make_site: Any) -> None:
     assert site.http.get("/v1/videos").status_code == 401
     again = make_site()
     assert again.http.get("/v1/videos").status_code == 401
+
+
+def test_what_was_made_without_a_key_is_handed_to_one(make_site: Any, make_maker: Any) -> None:
+    site = make_site()
+    maker = make_maker(site)
+    made = site.submit()
+    keys = site.service.store.keys
+    first, secret = keys.create("first")
+    other, _ = keys.create("other")
+    site.service.authenticator._checked_at -= 10  # as if two seconds had passed
+    header = {"authorization": f"Bearer {secret}"}
+    assert site.http.get("/v1/videos", headers=header).json()["data"] == []
+    for source, target in (("local", "key_no"), ("key_no", first.id), (first.id, first.id)):
+        with pytest.raises(NotFoundError, match="key"):
+            keys.move(source, target)
+    job = maker.claim()
+    with pytest.raises(ConflictError, match="being made"):
+        keys.move("local", first.id)
+    maker.complete(job)
+    assert keys.move("local", first.id) == 1
+    listed = site.http.get("/v1/videos", headers=header).json()["data"]
+    assert [video["id"] for video in listed] == [made.id]
+    content = site.http.get(f"/v1/videos/{made.id}/content", headers=header)
+    assert content.status_code == 200
+    keys.revoke(first.id)
+    with pytest.raises(NotFoundError):
+        keys.move(other.id, first.id)
+    assert keys.move(first.id, other.id) == 1
+    assert site.service.store.listings.get(made.id, other.id).id == made.id
 
 
 def test_a_browser_session_stands_for_its_key(keyed: tuple[Any, str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from longtake.errors import ServiceError
 from longtake.queue.engine import EngineDied, EngineProcess, EngineSettings
+from longtake.queue.engine_process import PipeLink
 from longtake.queue.faults import VARIABLE
 from longtake.queue.messages import (
     ChunkDone,
@@ -30,6 +32,7 @@ from longtake.queue.messages import (
     Planned,
     Ready,
     Stage,
+    StepDone,
     StepStarted,
     Stopped,
     Work,
@@ -250,3 +253,14 @@ def test_settings_say_how_it_runs(tmp_path: Path) -> None:
     options = EngineSettings.of(quick)
     assert (options.data_limit_s, options.control_limit_s, options.kv_cache) == (21, 60, "int8")
     assert EngineSettings.of(Settings(data_dir=tmp_path, profile="a.json")).profile == "a.json"
+
+
+def test_a_message_that_is_not_the_last_wakes_nobody() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    link = PipeLink(theirs, None)
+    link.send(StepDone(0, 2, 1, 4), more=True)
+    assert not ours.poll(0)
+    link.send(StepStarted(0, 1))
+    assert ours.recv() == [StepDone(0, 2, 1, 4), StepStarted(0, 1)]
+    link.send(StepStarted(0, 2))
+    assert ours.recv() == [StepStarted(0, 2)]

@@ -61,6 +61,7 @@ class Worker:
 
     def send(self, message: EngineMessage, *, more: bool = False) -> None:
         """Check that every file told of is there, whole, before anything else happens."""
+        del more
         for file in getattr(message, "files", ()):
             assert file.path.stat().st_size > 0
             assert not list(file.path.parent.glob(".*part*"))

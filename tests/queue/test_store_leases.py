@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import select, update
 
 from longtake.errors import LeaseLostError
+from longtake.queue.held import Renewal
 from longtake.queue.records import (
     TRANSITIONS,
     ArtifactKind,
@@ -168,6 +169,24 @@ def test_complete_publishes_once_and_tidies(desk: Desk) -> None:
     assert desk.store.events.read(0)[-1].data == {"frames": 33}
     outcomes = [one.outcome for one in desk.store.listings.attempts(job.id)]
     assert outcomes == ["released", "completed"]
+
+
+def test_a_look_tells_what_a_renewal_would_and_writes_nothing(desk: Desk) -> None:
+    desk.submit()
+    job = desk.claim()
+    held = desk.store.held
+    assert held.look(job.id, job.fence) == Renewal(cancel_requested=False, keep_chunks=False)
+    desk.store.submissions.cancel(job.id, None, keep_chunks=True)
+    asked = desk.get(job)
+    told = held.look(job.id, job.fence)
+    assert told == held.renew(job.id, job.fence, 60) == Renewal(True, True)
+    assert asked.lease_until == job.lease_until != desk.get(job).lease_until
+    held_no_more = job.fence + 1
+    with pytest.raises(LeaseLostError):
+        held.look(job.id, held_no_more)
+    desk.store.leases.cancelled(job.id, job.fence)
+    with pytest.raises(LeaseLostError):
+        held.look(job.id, job.fence)
 
 
 def test_every_write_under_an_old_fence_is_refused(desk: Desk) -> None:
