@@ -145,7 +145,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the best there is)")
     engine.add_argument("--dtype", choices=DTYPES, default="auto", help="compute precision")
-    engine.add_argument("--backend", choices=BACKENDS, default="auto", help="self-attention")
+    engine.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="what computes attention"
+    )
     engine.add_argument(
         "--kv-cache", choices=KV_STORAGE, help="store the past in less than is computed"
     )

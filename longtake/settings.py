@@ -83,7 +83,7 @@ class Settings(BaseSettings):
         default=None, description="the engine's device; default: the best there is"
     )
     dtype: str = Field(default="auto", description="the engine's compute dtype")
-    backend: str = Field(default="auto", description="the engine's self-attention backend")
+    backend: str = Field(default="auto", description="the engine's attention backend")
     kv_cache: Literal["bf16", "fp16", "int8"] | None = Field(
         default=None,
         description="what the KV cache stores; default: what is computed. "

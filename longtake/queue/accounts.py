@@ -6,14 +6,23 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, delete, insert, select, update
 
 from longtake.errors import ConflictError, NotFoundError
 from longtake.queue.database import Database, Turn, again
 from longtake.queue.ids import new_id, random_text
 from longtake.queue.records import LOCAL_OWNER, ApiKey, JobState
 from longtake.queue.rows import columns_of, read_row
-from longtake.queue.tables import api_keys, artifacts, batches, events, jobs, owners, webhooks
+from longtake.queue.tables import (
+    api_keys,
+    artifacts,
+    batches,
+    events,
+    idempotency,
+    jobs,
+    owners,
+    webhooks,
+)
 
 SCHEME = "lt"
 PREFIX_LENGTH = 8
@@ -68,6 +77,8 @@ class Accounts:
     def move(self, source: str, target: str) -> int:
         """Hand everything of one owner to another; returns how many videos that are.
 
+        Engine seconds that were used stay where they were counted.
+
         Args:
             source: a key's id, of a revoked one too, or ``LOCAL_OWNER``: made without a key.
             target: the id of a key that is not revoked.
@@ -89,10 +100,15 @@ class Accounts:
             states = conn.execute(select(jobs.c.state).where(mine).with_for_update()).scalars()
             if JobState.RUNNING in states:
                 # its worker writes in the name of the owner that it knows
-                raise ConflictError("a video of this owner is being made just now", "not_finished")
+                reason = "a video of this owner is being made; wait, or stop the workers"
+                raise ConflictError(reason, "not_finished")
             conn.execute(self._db.insert(owners).values(owner=target).on_conflict_do_nothing())
             moved = conn.execute(update(jobs).where(mine).values(owner=target)).rowcount
-            for table in (artifacts, batches, webhooks, events):
+            both = idempotency.alias()
+            taken = select(both.c.key).where(both.c.owner == target)
+            from_source = idempotency.c.owner == source
+            conn.execute(delete(idempotency).where(from_source, idempotency.c.key.in_(taken)))
+            for table in (artifacts, batches, webhooks, events, idempotency):
                 conn.execute(update(table).where(table.c.owner == source).values(owner=target))
         return moved
 

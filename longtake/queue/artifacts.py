@@ -16,9 +16,10 @@ import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, ParamSpec, TypeVar
 from urllib.parse import parse_qsl
 
 from fsspec.core import url_to_fs
@@ -29,6 +30,9 @@ from longtake.queue.messages import File
 from longtake.queue.records import Artifact, ArtifactKind
 from longtake.settings import Settings
 from longtake.video.partfile import sync_folder
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 JOBS, INPUTS = "jobs", "inputs"
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", re.ASCII)
@@ -209,6 +213,21 @@ class LocalArtifacts(Artifacts):
         return path
 
 
+def _told_as_storage(method: Callable[P, T]) -> Callable[P, T]:
+    """Raise what a store's own library raises, which nobody else knows, as an OSError."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (OSError, ServiceError):
+            raise
+        except Exception as error:
+            raise OSError(f"the store of artifacts: {type(error).__name__}: {error}") from error
+
+    return run
+
+
 class RemoteArtifacts(Artifacts):
     """A store reached through fsspec; attempts work in a scratch folder."""
 
@@ -226,6 +245,7 @@ class RemoteArtifacts(Artifacts):
         names = {protocol} if isinstance(protocol, str) else set(protocol)
         self._whole = bool(names & OBJECT_STORES)
 
+    @_told_as_storage
     def fetch(self, key: str, to: Path) -> None:
         """Download under another name, then rename."""
         part = _part_of(to)
@@ -248,6 +268,7 @@ class RemoteArtifacts(Artifacts):
         """As the store has it."""
         return int(self._fs.size(self._url(key)))
 
+    @_told_as_storage
     def remove(self, key: str) -> None:
         """Remove the object."""
         with contextlib.suppress(FileNotFoundError):
@@ -267,9 +288,16 @@ class RemoteArtifacts(Artifacts):
             self._fs.rm(self._url(key), recursive=True)
 
     def _put(self, paths: Mapping[str, Path]) -> None:
-        for key, path in paths.items():
-            self._add(path, key)
+        try:
+            for key, path in paths.items():
+                self._add(path, key)
+        except OSError:
+            for key in paths:  # nobody would ever name them
+                with contextlib.suppress(OSError):
+                    self.remove(key)
+            raise
 
+    @_told_as_storage
     def _add(self, path: Path, key: str) -> None:
         target = self._url(key)
         if self._whole:

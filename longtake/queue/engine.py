@@ -150,6 +150,7 @@ class EngineProcess:
             EngineDied: the process is gone.
         """
         self._stop.value = RUN
+        self._heard.clear()
         self._send(work)
 
     def receive(self, timeout_s: float | None) -> EngineMessage | None:

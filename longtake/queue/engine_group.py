@@ -223,14 +223,18 @@ class EngineGroup(EngineProcess):
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         sentinels = {process.sentinel: process for process, _ in self._ranks}
         ready = wait([*pipes, *sentinels], timeout_s)
+        gone: tuple[Any, BaseException] | None = None
         for pipe in [item for item in ready if item in pipes]:
             rank = pipes[pipe]
             try:
                 told = pipe.recv()
             except (EOFError, OSError) as error:
-                self._fail(self._ranks[rank][0], error)
+                gone = gone or (self._ranks[rank][0], error)
+                continue
             for message in told if isinstance(told, list) else [told]:
                 self._take(rank, message)
+        if gone is not None and not self._heard:
+            self._fail(*gone)
         if not self._heard:
             for sentinel in [item for item in ready if item in sentinels]:
                 self._fail(sentinels[sentinel], None)

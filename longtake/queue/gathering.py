@@ -6,6 +6,7 @@ Without this, submissions of one process would take turns at the disk, one flush
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -18,6 +19,7 @@ MOST = 64  # calls of one group, so that nobody waits for long
 # where several came together just now, as many are about to come again: fewer transactions, each
 # with more. So long a group waits for them; it is full as soon as they are there
 CROWD_S = 0.03
+FORGET_S = 1.0
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class Gatherer(Generic[W, R]):
         self._running = False
         self._expected = 1
         self._full = threading.Event()
+        self._ran_at = 0.0
 
     def __call__(self, wanted: W) -> R:
         """Have ``wanted`` done by this thread, or by one that takes it along."""
@@ -84,18 +87,22 @@ class Gatherer(Generic[W, R]):
                     self._waiting[0].woken.set()
 
     def _run_group(self) -> None:
-        if self._expected > 1:
+        if self._expected > 1 and time.monotonic() - self._ran_at < FORGET_S:
             self._full.wait(CROWD_S)
         with self._lock:
             group, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            left = bool(self._waiting)
             self._expected = len(group)
-            if len(self._waiting) < self._expected:
-                self._full.clear()
+            self._full.clear()
         try:
             self._run_together(group)
         finally:
             with self._lock:
-                self._waiting[:0] = [call for call in group if not call.done]
+                undone = [call for call in group if not call.done]
+                self._waiting[:0] = undone
+                if left or undone or len(self._waiting) >= self._expected:
+                    self._full.set()
+                self._ran_at = time.monotonic()
             for call in group:
                 if call.done:
                     call.woken.set()

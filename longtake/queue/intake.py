@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from sqlalchemy import Connection, Float, Row, bindparam, insert, select
+from sqlalchemy import Connection, Float, Row, and_, bindparam, insert, select
 
 from longtake.errors import ConflictError, LongtakeError, NotFoundError
 from longtake.queue.batches import Batches
@@ -234,7 +234,8 @@ class Intake:
             )
         is_batch = known.target.startswith("batch_")
         made = (jobs.c.batch_id if is_batch else jobs.c.id) == known.target
-        rows = conn.execute(select(*columns_of(Job)).where(made).order_by(jobs.c.batch_index))
+        mine = jobs.c.owner == wanted.owner
+        rows = conn.execute(select(*columns_of(Job)).where(made, mine).order_by(jobs.c.batch_index))
         stored = [job_of(row) for row in rows]
         if not stored and not is_batch:
             raise NotFoundError("video", known.target, DELETED)
@@ -245,7 +246,8 @@ def _check_source(conn: Connection, job: NewJob) -> None:
     """Refuse to extend or redraw a video that was deleted meanwhile; from here on it is in use."""
     if job.parent_id is None or job.relation not in (Relation.EXTEND, Relation.EDIT):
         return
-    source = select(jobs.c.id).where(jobs.c.id == job.parent_id).with_for_update(read=True)
+    mine = and_(jobs.c.id == job.parent_id, jobs.c.owner == job.owner)
+    source = select(jobs.c.id).where(mine).with_for_update(read=True)
     if conn.execute(source).first() is None:
         raise NotFoundError("video", job.parent_id)
 

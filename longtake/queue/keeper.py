@@ -10,7 +10,7 @@ from collections.abc import Callable
 from longtake.errors import LongtakeError
 from longtake.queue.engine import EngineDied, EngineProcess
 from longtake.queue.engine_group import make_engine
-from longtake.queue.runner import Ran
+from longtake.queue.outcomes import Ran
 from longtake.settings import Settings
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 2.0, 60.0

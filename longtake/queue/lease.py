@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from longtake.errors import LeaseLostError
 from longtake.queue.held import Renewal
+from longtake.queue.patience import DATABASE_ERRORS
 from longtake.queue.records import Job
 from longtake.queue.store import Store
 
@@ -108,7 +107,7 @@ class LeaseKeeper:
                 if not self._closed:
                     self._on_lost()
                 return
-            except SQLAlchemyError as error:
+            except DATABASE_ERRORS as error:
                 self._progress = self._progress or progress
                 logger.warning("%s: the lease cannot be renewed just now: %s", self._job.id, error)
 

@@ -26,15 +26,14 @@ class Lookups:
             ConflictError: ``idempotency_mismatch``: the key came with another fingerprint.
             NotFoundError: what it made is deleted.
         """
-        which = and_(idempotency.c.owner == owner, idempotency.c.key == key)
-        return self._find(which, fingerprint, within_s)
+        return self._find(owner, idempotency.c.key == key, fingerprint, within_s)
 
     def by_tries(self, owner: str, prefix: str, fingerprint: str, within_s: float) -> Job | None:
         """The newest job whose key starts with ``prefix``, which ends in a colon."""
         key = idempotency.c.key
         # a range of the primary key, which LIKE would not use everywhere
-        which = and_(idempotency.c.owner == owner, key >= prefix, key < f"{prefix[:-1]};")
-        return self._find(which, fingerprint, within_s)
+        which = and_(key >= prefix, key < f"{prefix[:-1]};")
+        return self._find(owner, which, fingerprint, within_s)
 
     def segment(self, job_id: str, index: int) -> Artifact | None:
         """The decoded segment of one chunk; None where it is not there yet."""
@@ -48,10 +47,16 @@ class Lookups:
             row = conn.execute(statement).first()
         return artifact_of(row) if row is not None else None
 
-    def _find(self, which: ColumnElement[bool], fingerprint: str, within_s: float) -> Job | None:
+    def _find(
+        self, owner: str, which: ColumnElement[bool], fingerprint: str, within_s: float
+    ) -> Job | None:
         newest = (
             select(idempotency.c.fingerprint, idempotency.c.target)
-            .where(which, idempotency.c.created_at >= self._db.now - within_s)
+            .where(
+                idempotency.c.owner == owner,
+                which,
+                idempotency.c.created_at >= self._db.now - within_s,
+            )
             .order_by(idempotency.c.created_at.desc())
             .limit(1)
         )
@@ -62,7 +67,9 @@ class Lookups:
             if known.fingerprint != fingerprint:
                 message = "The idempotency key came with another request before."
                 raise ConflictError(message, "idempotency_mismatch")
-            row = conn.execute(select(*columns_of(Job)).where(jobs.c.id == known.target)).first()
+            row = conn.execute(
+                select(*columns_of(Job)).where(jobs.c.id == known.target, jobs.c.owner == owner)
+            ).first()
         if row is None:
             raise NotFoundError("video", known.target, DELETED)
         return job_of(row)

@@ -11,8 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from longtake.errors import LeaseLostError, RequestError
@@ -30,6 +28,7 @@ from longtake.queue.messages import (
     Stopped,
     Work,
 )
+from longtake.queue.outcomes import Outcome, Ran, Stop
 from longtake.queue.patience import DATABASE_ERRORS, patiently
 from longtake.queue.processes import killed_for_memory
 from longtake.queue.records import ErrorCode, Job, JobState
@@ -62,45 +61,6 @@ class Engine(Protocol):
 
     def kill(self) -> None:
         """End the process now."""
-
-
-class Outcome(StrEnum):
-    """How an attempt ended."""
-
-    COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    # queued again, sooner or later
-    REQUEUED = "requeued"
-    # another attempt has the job, or it was deleted
-    LOST = "lost"
-
-
-class Stop(StrEnum):
-    """Why the engine was asked to stop."""
-
-    CANCEL = "cancel"
-    SHUTDOWN = "shutdown"
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """What a worker learns from an attempt.
-
-    Attributes:
-        outcome: of the job.
-        memory_bytes: of the engine at the end, 0 if unknown.
-        replace: the engine cannot be trusted any more.
-        disk_full: results could not be stored for want of space.
-        broken: why this worker cannot run jobs now, as far as the attempt tells.
-    """
-
-    outcome: Outcome
-    memory_bytes: int = 0
-    replace: bool = False
-    disk_full: bool = False
-    broken: str | None = None
 
 
 class JobRunner:
@@ -142,6 +102,10 @@ class JobRunner:
             logger.error("%s: the database stays away, the attempt is given up: %s", job.id, error)
             attempt = None
             ran = self._quiet_down(Ran(Outcome.LOST))
+        except Exception:
+            # nobody knows what the engine does now; the lease runs out and the job is another's
+            logger.exception("%s: the attempt is given up", job.id)
+            ran = self._quiet_down(Ran(Outcome.LOST, replace=True))
         finally:
             self._end(attempt)
         return ran
@@ -263,11 +227,14 @@ class JobRunner:
         return None
 
     def _store_latents(self, attempt: Attempt) -> None:
-        """Store the latents of a chunk whose decode did not come to its end, if they can be."""
+        """Store the latents of a chunk whose decode did not come to its end, if they can be.
+
+        What a cancelled video has is kept only where its owner wants it.
+        """
         made, job = attempt.latents_made, attempt.job
-        if made is None:
-            return
         attempt.latents_made = None
+        if made is None or (self._stop is Stop.CANCEL and not self._keep):
+            return
         self._alive(self._settings.finish_limit_s)
         try:
             artifacts = attempt.publish(made.files)
@@ -281,12 +248,14 @@ class JobRunner:
         """Store a chunk: its latents with its segment, unless they are there already."""
         job, progress = attempt.job, self.tracker.progress
         self._alive(self._settings.finish_limit_s)
-        made, attempt.latents_made = attempt.latents_made, None
-        artifacts = attempt.publish((*(made.files if made else ()), *message.files))
+        made = attempt.latents_made
+        latents = made.files if made is not None and made.chunk == message.chunk else ()
+        artifacts = attempt.publish((*latents, *message.files))
         record = attempt.record(message.chunk, artifacts, message.frames, message.timings)
         self._persist(
             lambda: self._store.held.record_chunk(job.id, job.fence, record, artifacts, progress)
         )
+        attempt.latents_made = None
         self.tracker.stored += 1
         if self._lease is not None:
             self._lease.told()
@@ -321,6 +290,7 @@ class JobRunner:
             raise LeaseLostError("the job is another attempt's")
         if self._stop is Stop.CANCEL:
             self._alive(self._settings.finish_limit_s)
+            self._store_latents(attempt)
             artifacts = attempt.publish(message.files) if self._keep else []
             self._close_lease()
             self._persist(lambda: self._store.leases.cancelled(job.id, job.fence, artifacts))

@@ -19,11 +19,12 @@ from longtake.queue.artifacts import Artifacts
 from longtake.queue.engine import EngineProcess
 from longtake.queue.ids import random_text
 from longtake.queue.keeper import EngineKeeper
+from longtake.queue.outcomes import Ran, Stop
 from longtake.queue.patience import DATABASE_ERRORS
 from longtake.queue.processes import host_name, identify, memory_of
 from longtake.queue.reconcile import Reconciler
 from longtake.queue.records import WorkerRecord
-from longtake.queue.runner import JobRunner, Ran, Stop
+from longtake.queue.runner import JobRunner
 from longtake.queue.store import Store
 from longtake.queue.ticks import Ticker
 from longtake.settings import Settings

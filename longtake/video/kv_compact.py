@@ -14,7 +14,6 @@ import torch
 
 from longtake.video.kv_cache import CacheShape, KVCache, RopeTable, runs
 
-
 STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 LEVELS = 127
 

@@ -125,14 +125,11 @@ class Rollout:
         self._decoder = StreamingDecoder(model.vae)
         self._specs = list(plan.chunks)
         self._prompt = 0
-        batch = 2 if plan.guided else 1
         reader = reader or model.wan.reader(plan.reading)
+        means = reader is not None and reader.ranks
+        batch, frames = 2 if plan.guided else 1, plan.layout.capacity
         cache = model.wan.new_cache(
-            batch,
-            plan.layout.capacity,
-            plan.latent_shape[1:],
-            means=reader is not None and reader.ranks,
-            storage=plan.kv_cache,
+            batch, frames, plan.latent_shape[1:], means=means, storage=plan.kv_cache
         )
         self._session = Session(cache, self._text(0), reader)
         self._switch_at = {s.chunk: i for i, s in enumerate(plan.switches, start=1)}

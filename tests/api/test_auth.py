@@ -99,7 +99,8 @@ def test_a_key_that_is_made_closes_the_service(make_site: Any) -> None:
 def test_what_was_made_without_a_key_is_handed_to_one(make_site: Any, make_maker: Any) -> None:
     site = make_site()
     maker = make_maker(site)
-    made = site.submit()
+    once = {"idempotency-key": "once"}
+    made = site.http.post("/v1/videos", json=VIDEO, headers=once).json()["id"]
     keys = site.service.store.keys
     first, secret = keys.create("first")
     other, _ = keys.create("other")
@@ -115,14 +116,16 @@ def test_what_was_made_without_a_key_is_handed_to_one(make_site: Any, make_maker
     maker.complete(job)
     assert keys.move("local", first.id) == 1
     listed = site.http.get("/v1/videos", headers=header).json()["data"]
-    assert [video["id"] for video in listed] == [made.id]
-    content = site.http.get(f"/v1/videos/{made.id}/content", headers=header)
+    assert [video["id"] for video in listed] == [made]
+    again = site.http.post("/v1/videos", json=VIDEO, headers=once | header)
+    assert again.json()["id"] == made
+    content = site.http.get(f"/v1/videos/{made}/content", headers=header)
     assert content.status_code == 200
     keys.revoke(first.id)
     with pytest.raises(NotFoundError):
         keys.move(other.id, first.id)
     assert keys.move(first.id, other.id) == 1
-    assert site.service.store.listings.get(made.id, other.id).id == made.id
+    assert site.service.store.listings.get(made, other.id).id == made
 
 
 def test_a_browser_session_stands_for_its_key(keyed: tuple[Any, str, str]) -> None:

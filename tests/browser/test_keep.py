@@ -18,11 +18,14 @@ NOTES = """() => {
 }"""
 
 
-def cards(page: Page) -> list[str]:
-    found: list[str] = page.locator("#grid > article.card").evaluate_all(
-        "cards => cards.map(card => card.dataset.id)"
+def expect_cards(page: Page, *ids: str) -> None:
+    """The grid shows these videos, in this order, or will in a moment."""
+    page.wait_for_function(
+        """ids => ids.join() ===
+        [...document.querySelectorAll("#grid > article.card")].map(card => card.dataset.id).join()
+        """,
+        arg=list(ids),
     )
-    return found
 
 
 def test_several_seeds_and_a_notice(site: Any, director: Any, visitor: Any) -> None:
@@ -60,31 +63,26 @@ def test_star_tag_search_filter(site: Any, director: Any, visitor: Any) -> None:
 
     page.keyboard.press("/")
     page.keyboard.type("RED BALL")
-    expect(page.locator("#grid > article.card")).to_have_count(1)
-    assert cards(page) == [ball.id]
+    expect_cards(page, ball.id)
     assert "q=RED" in page.url
     page.get_by_role("searchbox").fill("")
     expect(page.locator("#grid > article.card")).to_have_count(2)
     page.get_by_label("Starred").check()
-    expect(page.locator("#grid > article.card")).to_have_count(1)
-    assert cards(page) == [star.id]
+    expect_cards(page, star.id)
     page.reload()
-    assert cards(page) == [star.id], "a link shows what it showed"
+    expect_cards(page, star.id)  # a link shows what it showed
     page.get_by_label("Starred").uncheck()
     page.locator(".filters summary").click()
     page.get_by_label("State").select_option("completed")
-    expect(page.locator("#grid > article.card")).to_have_count(1)
-    assert cards(page) == [ball.id]
+    expect_cards(page, ball.id)
     page.get_by_label("State").select_option("")
     page.locator("#f-seed").fill("2")
     page.locator("#f-seed").press("Enter")
-    expect(page.locator("#grid > article.card")).to_have_count(1)
-    assert cards(page) == [star.id]
+    expect_cards(page, star.id)
     # what does not match stays out, what does comes in
     site.submit(seed=5)
     twin = site.submit(seed=2)
-    expect(page.locator("#grid > article.card")).to_have_count(2)
-    assert cards(page) == [twin.id, star.id]
+    expect_cards(page, twin.id, star.id)
 
 
 def test_trash_undo_delete_retry_cancel(site: Any, director: Any, visitor: Any) -> None:
@@ -103,7 +101,7 @@ def test_trash_undo_delete_retry_cancel(site: Any, director: Any, visitor: Any) 
     expect(page.locator(f"#card-{first.id}")).to_have_count(0)
     page.get_by_role("button", name="Undo").click()
     expect(page.locator(f"#card-{first.id}")).to_be_visible()
-    assert cards(page) == [second.id, first.id], "it is back in its place"
+    expect_cards(page, second.id, first.id)  # it is back in its place
 
     page.locator(f"#card-{first.id} h3 a").focus()
     page.keyboard.press("Delete")
@@ -132,8 +130,7 @@ def test_several_at_once(site: Any, director: Any, visitor: Any) -> None:
     expect(page.locator("#grid > article.card")).to_have_count(1)
     expect(bar).to_be_hidden()
     page.get_by_role("button", name="Undo").click()
-    expect(page.locator("#grid > article.card")).to_have_count(3)
-    assert cards(page) == [job.id for job in reversed(jobs)]
+    expect_cards(page, *(job.id for job in reversed(jobs)))
     trashed = [site.store.listings.get(job.id).trashed_at for job in jobs]
     assert trashed == [None] * 3
 

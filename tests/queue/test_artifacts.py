@@ -226,6 +226,32 @@ def test_a_download_that_breaks_off_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scratch"]
 
 
+def test_files_are_published_together_or_not_at_all(
+    s3_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{BUCKET}/together?endpoint_url={s3_address}&key=test&secret=test"
+    store = RemoteArtifacts(url, tmp_path / "scratch")
+    folder = store.attempt_folder(JOB, 1)
+    files = []
+    for name in ("a", "b"):
+        (folder / name).write_bytes(b"x")
+        files.append(File(ArtifactKind.SEGMENT, folder / name, "video/mp4"))
+    put_file = store._fs.put_file
+
+    def only_a(source: str, target: str) -> None:
+        if source.endswith("b"):
+            raise RuntimeError("what only this store's library raises")
+        put_file(source, target)
+
+    monkeypatch.setattr(store._fs, "put_file", only_a)
+    with pytest.raises(OSError, match="only this store"):
+        store.publish(folder, files, "local")
+    with pytest.raises(FileNotFoundError):
+        store.size(f"jobs/{JOB}/1/a")
+    monkeypatch.undo()
+    assert [one.size for one in store.publish(folder, files, "local")] == [1, 1]
+
+
 def test_settings_choose_the_store(tmp_path: Path) -> None:
     local = open_artifacts(Settings(data_dir=tmp_path))
     assert isinstance(local, LocalArtifacts)

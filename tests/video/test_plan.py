@@ -128,7 +128,8 @@ def test_json_has_every_key_that_receipts_and_tables_use(bundled: Manifest) -> N
     assert list(data) == [
         "request", "model", "mode", "seed", "size", "fps", "num_frames", "seconds",
         "latent_frames", "input", "chunks", "attention", "attention_plan", "window",
-        "sink", "kv_cache", "profile", "sampler", "num_inference_steps", "sigmas", "guidance_scale",
+        "sink", "kv_cache", "backend", "profile", "sampler", "num_inference_steps", "sigmas",
+        "guidance_scale",
         "negative_prompt", "context_noise", "context_noise_added", "recache", "prompts",
         "cost", "warnings",
     ]  # fmt: skip

@@ -36,9 +36,10 @@ from longtake.queue.messages import (
     Stopped,
     Work,
 )
+from longtake.queue.outcomes import Ran
 from longtake.queue.policy import Policy
 from longtake.queue.records import ArtifactKind, ErrorCode, Job, NewJob, WorkerRecord
-from longtake.queue.runner import JobRunner, Ran
+from longtake.queue.runner import JobRunner
 from longtake.queue.store import Store
 from longtake.queue.ticks import Ticker, send_outbox
 from longtake.settings import Settings

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from longtake.errors import ServiceError
+from longtake.queue.held import Renewal
 from longtake.queue.messages import (
     ChunkDone,
     EngineMessage,
+    File,
     Finished,
     LatentsStored,
     Pictured,
@@ -22,8 +26,8 @@ from longtake.queue.messages import (
     StepDone,
     StepStarted,
 )
-from longtake.queue.records import ArtifactKind, ErrorCode, JobState
-from longtake.queue.runner import Outcome, Stop
+from longtake.queue.outcomes import Outcome, Stop
+from longtake.queue.records import Artifact, ArtifactKind, ErrorCode, JobState
 from longtake.queue.tracker import Tracker
 from longtake.settings import Settings
 
@@ -265,6 +269,71 @@ def test_cancel_keeps_finished_chunks_if_asked(rig: Rig) -> None:
     assert (job.state, job.chunks_done) == (JobState.CANCELLED, 1)
     [video] = rig.store.files.of_job(job.id, ArtifactKind.VIDEO)
     assert video.key in rig.files()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_chunk_that_was_not_decoded_is_kept_with_the_others(rig: Rig, keep: bool) -> None:
+    def cancel(engine: ScriptedEngine) -> None:
+        rig.store.submissions.cancel(rig.job().id, "local", keep_chunks=keep)
+        assert engine.stop_asked.wait(10)
+
+    assert rig.run(at(LatentsStored, cancel, chunk=1)).outcome is Outcome.CANCELLED
+    chunks = rig.store.listings.chunks(rig.job().id)
+    assert [(c.index, c.frames) for c in chunks] == ([(0, 12), (1, 0)] if keep else [])
+    assert rig.files() == rig.keys(rig.job())
+    rig.store.submissions.retry(rig.job().id, "local")
+    assert rig.run().outcome is Outcome.COMPLETED
+    made = [one for one in rig.engine.done if one.startswith("LatentsStored")]
+    assert made == [f"LatentsStored {chunk}" for chunk in range(2 if keep else 0, 3)]
+
+
+def test_latents_outlive_a_segment_that_cannot_be_stored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, failures = rig.artifacts.publish, iter([OSError("away for a moment")])
+
+    def fails_once(folder: Path, files: Sequence[File], owner: str) -> list[Artifact]:
+        if any(file.path.name == "segment-1" for file in files):
+            for error in failures:
+                raise error
+        return publish(folder, files, owner)
+
+    monkeypatch.setattr(rig.artifacts, "publish", fails_once)
+    assert rig.run().outcome is Outcome.REQUEUED
+    chunks = rig.store.listings.chunks(rig.job().id)
+    assert [(c.index, c.frames) for c in chunks] == [(0, 12), (1, 0)]
+
+
+def test_what_nobody_foresaw_quiets_the_engine_and_replaces_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("what is this")
+
+    monkeypatch.setattr(rig.artifacts, "publish", broken)
+    ran = rig.run()
+    assert (ran.outcome, ran.replace) == (Outcome.LOST, True)
+    assert rig.engine.stop_asked.is_set()
+
+
+def test_a_lease_outlives_a_database_that_is_away(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, away = rig.store.held.look, threading.Event()
+
+    def look_once(job_id: str, fence: int) -> Renewal:
+        if not away.is_set():
+            away.set()
+            raise ServiceError("the database does not answer")
+        return look(job_id, fence)
+
+    def cancel(engine: ScriptedEngine) -> None:
+        assert away.wait(10)
+        rig.store.submissions.cancel(rig.job().id, "local")
+        assert engine.stop_asked.wait(10)
+
+    monkeypatch.setattr(rig.store.held, "look", look_once)
+    assert rig.run(at(StepDone, cancel, chunk=1, step=1)).outcome is Outcome.CANCELLED
 
 
 def test_an_engine_that_does_not_stop_is_killed(make_rig: Callable[..., Rig]) -> None:
