@@ -19,7 +19,7 @@ MOST = 64  # calls of one group, so that nobody waits for long
 # where several came together just now, as many are about to come again: fewer transactions, each
 # with more. So long a group waits for them; it is full as soon as they are there
 CROWD_S = 0.03
-FORGET_S = 1.0
+FORGET_S = 1.0  # a crowd that came longer ago than this is gone: a lone call does not wait
 
 
 @dataclass(slots=True)
